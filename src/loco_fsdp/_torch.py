@@ -1,0 +1,116 @@
+"""Every private or version-dependent name of torch that this library touches.
+
+Each function says on which versions its names were checked (by running, or by reading the source).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def reduce_factor(op: Any, world_size: int) -> float:
+    """Return the factor on the sum that a reduce op asks for: AVG, SUM or PREMUL_SUM.
+
+    ``ReduceOp.__getstate__`` is the only way to read a PREMUL_SUM's factor (run on 2.13).
+    ``op`` may be a ``ReduceOp`` or a ``RedOpType``, which do not compare in both directions.
+    Raises ``ValueError`` on any other op.
+    """
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / world_size
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        if isinstance(factor, float):
+            return factor
+        raise ValueError("op=PREMUL_SUM with a tensor as factor: wanted a number as factor.")
+    raise ValueError(f"op={op}: wanted AVG, SUM or PREMUL_SUM.")
+
+
+def scaler_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
+    """Return the scaler's scale as a device tensor, None while it has none or is disabled.
+
+    ``get_scale()`` would be a host sync. ``_scale`` run on 2.13, the same since 1.6.
+    """
+    return scaler._scale if scaler.is_enabled() else None
+
+
+def fsdp_state(module: FSDPModule) -> Any:
+    """Return the FSDP2 state of a module: one for all modules sharded together (2.9 to 2.14)."""
+    return module._get_fsdp_state()
+
+
+def state_modules(state: Any) -> tuple[nn.Module, ...]:
+    """Return the modules that were given to one ``fully_shard`` call (2.9 to 2.14)."""
+    return cast(tuple[nn.Module, ...], state._modules)
+
+
+def param_groups(state: Any) -> Sequence[Any]:
+    """Return the FSDP parameter groups of a state: several since 2.12, one or None before."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return cast(Sequence[Any], state._fsdp_param_groups)
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
+def shard_group(group: Any) -> dist.ProcessGroup | None:
+    """Return the process group that a parameter group reduce-scatters over.
+
+    None if it does not shard, as with ``replicate`` (2.9 to 2.14).
+    """
+    if not hasattr(group.mesh_info, "shard_mesh_size"):
+        return None
+    return cast(dist.ProcessGroup, group._reduce_scatter_process_group)
+
+
+def owner(param: Any) -> tuple[nn.Module, str]:
+    """Return the module and the attribute that hold an FSDP parameter (2.9 to 2.14)."""
+    return param._module_info.module, param._module_info.param_name
+
+
+def shard_dim(param: Any) -> int:
+    """Return the dimension that an FSDP parameter is sharded on (2.9 to 2.14)."""
+    return cast(int, param.fsdp_placement.dim)
+
+
+def unsharded_shape(param: Any) -> torch.Size:
+    """Return the shape of an FSDP parameter before FSDP sharded it (2.9 to 2.14)."""
+    return cast(torch.Size, param._orig_size)
+
+
+def padded_shard_shape(param: Any) -> torch.Size:
+    """Return the shape that each rank's shard is padded to (2.9 to 2.14)."""
+    return cast(torch.Size, param.padded_sharded_param_size)
+
+
+def unsharded_parameter(param: Any) -> nn.Parameter | None:
+    """Return the parameter that forward uses, None before the first all-gather (2.9 to 2.14)."""
+    return getattr(param, "_unsharded_param", None)
+
+
+def reduces_unused(group: Any) -> bool:
+    """Tell whether unused parameters are in the buffer as zeros (2.13 on; False before)."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+def reduce_scatter_comm(group: Any) -> Any:
+    """Return the object that does a parameter group's reduce-scatter (2.9 to 2.14)."""
+    return group._reduce_scatter_comm
+
+
+def set_reduce_scatter_comm(group: Any, comm: Any) -> None:
+    """Set that object, as ``FSDPModule.set_custom_reduce_scatter`` does (2.9 to 2.14)."""
+    group._reduce_scatter_comm = comm
+
+
+def reduce_dtype(group: Any) -> torch.dtype:
+    """Return the type that a parameter group reduces gradients in (2.9 to 2.14)."""
+    policy = group.mp_policy
+    fallback = group.fsdp_params[0].sharded_param.dtype
+    return cast(torch.dtype, policy.reduce_dtype or policy.param_dtype or fallback)

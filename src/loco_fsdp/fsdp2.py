@@ -1,0 +1,301 @@
+"""The adapter for FSDP2 (``torch.distributed.fsdp.fully_shard``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from loco_fsdp import _torch
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.handle import LoCoHandle, SkippedUnit
+from loco_fsdp.layout import UnitParameter
+from loco_fsdp.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+# Wrappers put these into module names; state dicts leave them out, and so do residual keys.
+_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class CompressedReduceScatter:
+    """What FSDP calls in place of its reduce-scatter: the duck type of ``ReduceScatter``.
+
+    FSDP's buffer holds just the parameters that got a gradient and does not say which. So every
+    unsharded parameter gets a hook that notes its name when autograd adds to its gradient.
+    """
+
+    def __init__(self, unit: Unit, param_group: Any, params: dict[str, Any]) -> None:
+        self.unit = unit
+        self.handle: LoCoHandle  # set by `attach`: the handle holds the unit, the unit is here
+        self.param_group = param_group
+        self._params = params
+        self._arrived: set[str] = set()
+        self._watched: dict[str, tuple[nn.Parameter, Any]] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate as FSDP's default does; called for the input and for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce; complete in stream order at return."""
+        trainable = {n for n, p in self._params.items() if p.sharded_param.requires_grad}
+        in_buffer = self._names_in_buffer(trainable, input_tensor.numel() // group.size())
+        arrived, self._arrived = self._arrived, set()
+        self.unit.reduce(
+            output_tensor,
+            input_tensor,
+            op,
+            trainable=trainable | in_buffer,
+            in_buffer=in_buffer,
+            with_gradient=in_buffer & arrived if arrived else in_buffer,
+            compressed=self.handle.compressing,
+            loss_scale=self.handle.loss_scale(),
+        )
+        self.watch()
+
+    def watch(self, *_: Any) -> None:
+        """Hook the unsharded parameters that exist by now; a module's forward pre-hook."""
+        for name, param in self._params.items():
+            unsharded = _torch.unsharded_parameter(param)
+            if unsharded is None or not unsharded.requires_grad:
+                continue
+            known = self._watched.get(name)
+            if known is not None and known[0] is unsharded:
+                continue
+            note = partial(self._note, name)
+            self._watched[name] = (unsharded, unsharded.register_post_accumulate_grad_hook(note))
+
+    def unwatch(self) -> None:
+        """Remove the hooks from the unsharded parameters."""
+        for _, hook in self._watched.values():
+            hook.remove()
+        self._watched.clear()
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._arrived.add(name)
+
+    def _names_in_buffer(self, trainable: set[str], row_numel: int) -> set[str]:
+        if _torch.reduces_unused(self.param_group):
+            return trainable
+        # A parameter is not watched yet if forward did not run through the module's `__call__`.
+        unwatched = {name for name in trainable if name not in self._watched}
+        for names in (self._arrived, self._arrived | unwatched):
+            if sum(self.unit.parameters[name].row_numel for name in names) == row_numel:
+                return set(names)
+        raise RuntimeError(
+            f"FSDP unit '{self.unit.name}': the gradient buffer has {row_numel} elements for each "
+            f"rank, which fits no set of parameters seen in this backward: gradients arrived for "
+            f"{sorted(self._arrived)}. Run the unit through its module's forward."
+        )
+
+
+def attach(model: nn.Module, config: LoCoConfig | None = None) -> LoCoHandle:
+    """Compress the gradient reduce-scatters of all FSDP2 units in ``model``.
+
+    Collective: every rank of the units' shard groups has to call it. Settings and parameters are
+    compared across the ranks once. Attaching again replaces the earlier handle.
+
+    Args:
+        model: a module with ``fully_shard``-ed modules in it.
+        config: settings, equal on all ranks.
+
+    Returns:
+        the handle; ``handle.detach()`` undoes everything.
+
+    Raises:
+        ValueError: no FSDP2 unit in ``model``, or ranks that disagree (raised on all of them),
+            or a model that shares units with one attached before.
+
+    """
+    config = config or LoCoConfig()
+    states = list(fsdp_states(model))
+    if not states:
+        raise ValueError(_no_units(model))
+    comms, skipped = _plan(model, states, config)
+    _compare_ranks(config, [comm.unit for comm in comms])
+    _detach_earlier(comms)
+    hooks = [hook for comm in comms for hook in _install(comm)]
+    before = [(comm, _torch.reduce_scatter_comm(comm.param_group)) for comm in comms]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        for comm, previous in before:
+            comm.unwatch()
+            if _torch.reduce_scatter_comm(comm.param_group) is comm:
+                _torch.set_reduce_scatter_comm(comm.param_group, previous)
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    handle = LoCoHandle(config, [comm.unit for comm in comms], skipped, device, undo)
+    for comm in comms:
+        comm.handle = handle
+        _torch.set_reduce_scatter_comm(comm.param_group, comm)
+        comm.watch()  # if this is inside the root's forward, its pre-hooks have run already
+    for unit in skipped:
+        logger.warning("FSDP unit '%s' is not compressed: %s.", unit.name, unit.reason)
+    logger.info("LoCo attached:\n%s", handle.describe())
+    return handle
+
+
+def fsdp_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each FSDP2 state below ``model`` once, with the names of its modules joined by +.
+
+    Modules sharded together share one state; a root without parameters of its own has none to
+    reduce and is left out.
+    """
+    names = {id(module): clean_name(name) for name, module in model.named_modules()}
+    seen = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = _torch.fsdp_state(module)
+        if id(state) in seen or not _torch.param_groups(state):
+            continue
+        seen.add(id(state))
+        parts = [names.get(id(part), "?") or "root" for part in _torch.state_modules(state)]
+        yield "+".join(parts), state
+
+
+def managed_parameters(model: nn.Module) -> set[int]:
+    """Ids of the sharded parameters that FSDP2 units below ``model`` manage right now."""
+    return {
+        id(param.sharded_param)
+        for _, state in fsdp_states(model)
+        for group in _torch.param_groups(state)
+        for param in group.fsdp_params
+    }
+
+
+def clean_name(name: str) -> str:
+    """Strip what wrappers (checkpointing, compile) put into a module's name."""
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "").removesuffix(prefix[:-1]).removesuffix(".")
+    return name
+
+
+def _plan(
+    model: nn.Module, states: Sequence[tuple[str, Any]], config: LoCoConfig
+) -> tuple[list[CompressedReduceScatter], list[SkippedUnit]]:
+    prefixes: dict[int, str] = {}
+    for name, module in model.named_modules():
+        prefixes.setdefault(id(module), f"{clean_name(name)}." if clean_name(name) else "")
+    comms, skipped = [], []
+    for unit_name, state in states:
+        groups = _torch.param_groups(state)
+        reason = _why_skip(groups)
+        if reason is not None:
+            params = [param for group in groups for param in group.fsdp_params]
+            numel = sum(_torch.unsharded_shape(param).numel() for param in params)
+            skipped.append(SkippedUnit(unit_name, reason, len(params), numel))
+            continue
+        comms.append(_make_comm(unit_name, groups[0], prefixes, config))
+    return comms, skipped
+
+
+def _why_skip(groups: Sequence[Any]) -> str | None:
+    if len(groups) > 1:
+        return f"it has {len(groups)} parameter groups, which share one reduce-scatter hook"
+    if _torch.shard_group(groups[0]) is None:
+        return "it is replicated, not sharded, so it has no reduce-scatter"
+    return None
+
+
+def _make_comm(
+    unit_name: str, group: Any, prefixes: dict[int, str], config: LoCoConfig
+) -> CompressedReduceScatter:
+    params: dict[str, Any] = {}
+    described = []
+    for param in group.fsdp_params:
+        module, attribute = _torch.owner(param)
+        if id(module) not in prefixes:
+            raise ValueError(
+                f"FSDP unit '{unit_name}' also holds parameters outside of the given model: "
+                "attach the module that contains all of them."
+            )
+        name = prefixes[id(module)] + attribute
+        params[name] = param
+        described.append(
+            UnitParameter(
+                name=name,
+                shape=tuple(_torch.unsharded_shape(param)),
+                shard_dim=_torch.shard_dim(param),
+                chunk_shape=tuple(_torch.padded_shard_shape(param)),
+            )
+        )
+    process_group = _torch.shard_group(group)
+    assert process_group is not None  # `_why_skip` left those units out
+    unit = Unit(unit_name, described, process_group, config, _torch.reduce_dtype(group))
+    return CompressedReduceScatter(unit, group, params)
+
+
+def _detach_earlier(comms: Sequence[CompressedReduceScatter]) -> None:
+    earlier = {
+        id(comm.handle): comm.handle
+        for comm in (_torch.reduce_scatter_comm(new.param_group) for new in comms)
+        if isinstance(comm, CompressedReduceScatter)
+    }
+    names = {name for comm in comms for name in comm.unit.parameters}
+    for handle in earlier.values():
+        # Names are relative to the model that was attached, so units are counted, not named.
+        if sum(len(unit.parameters) for unit in handle.units) > len(names):
+            raise ValueError(
+                "Some of these FSDP units are compressed already, by a handle on a larger model: "
+                "call its detach() first."
+            )
+        handle.detach()
+
+
+def _compare_ranks(config: LoCoConfig, units: Sequence[Unit]) -> None:
+    by_group: dict[int, list[Unit]] = {}
+    for unit in units:
+        by_group.setdefault(id(unit.group), []).append(unit)
+    problems = []
+    for members in by_group.values():
+        settings = [f"{name}={value!r}" for name, value in config.to_dict().items()]
+        mine = "\n".join([*settings, *(unit.agreement() for unit in members)])
+        texts: list[str] = [""] * members[0].world_size
+        dist.all_gather_object(texts, mine, group=members[0].group)
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                problems.append(_first_difference(texts[0], text, rank))
+                break
+    # Raised only after all groups were asked, so that no rank waits for one that gave up.
+    if problems:
+        raise ValueError("LoCo needs equal settings on all ranks. " + " ".join(problems))
+
+
+def _first_difference(first: str, other: str, rank: int) -> str:
+    ours, theirs = first.splitlines(), other.splitlines()
+    for one, two in zip(ours, theirs, strict=False):
+        if one != two:
+            return f"Rank 0 of the group has {one} and rank {rank} has {two}."
+    return f"Rank 0 of the group has {len(ours)} settings and units, rank {rank} {len(theirs)}."
+
+
+def _install(comm: CompressedReduceScatter) -> list[Any]:
+    # Python hooks are not traceable: the compiler has to leave this one alone.
+    watch = torch.compiler.disable(comm.watch)
+    return [module.register_forward_pre_hook(watch) for module in comm.param_group.modules]
+
+
+def _no_units(model: nn.Module) -> str:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "The model is wrapped in FSDP1, which LoCo does not support: use fully_shard."
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "The model is wrapped in DDP, which LoCo does not support: use fully_shard."
+    return "The model has no FSDP2 unit: call fully_shard(model) before attaching LoCo."

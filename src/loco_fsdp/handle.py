@@ -1,0 +1,144 @@
+"""The handle on a model whose gradients are compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.metrics import CommStats, UnitSummary, format_table
+from loco_fsdp.unit import Unit
+
+
+@dataclass(frozen=True)
+class SkippedUnit:
+    """A unit that FSDP reduces as ever, and why."""
+
+    name: str
+    reason: str
+    parameters: int
+    elements: int
+
+
+class LoCoHandle:
+    """What ``attach`` returns: figures, residuals, and the way back.
+
+    Everything here is about this rank. ``LoCoOptimizer`` calls ``check`` and ``step``; a loop of
+    your own around ``attach`` has to call ``step()`` after each optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: LoCoConfig,
+        units: Sequence[Unit],
+        skipped: Sequence[SkippedUnit],
+        device: torch.device,
+        undo: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.units = tuple(units)
+        self.skipped = tuple(skipped)
+        self.steps = 0
+        """Optimizer steps so far that followed at least one reduction."""
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        """Returns the scale of the gradients now, a 0-d tensor, or None if they carry none."""
+        self.attached = True
+        self._device = device
+        self._undo = undo
+        self._calls_at_last_step = 0
+
+    @property
+    def compressing(self) -> bool:
+        """False during the warm-up steps, which reduce in full precision."""
+        return self.steps >= self.config.warmup_steps
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if ranks sent different layouts since the last check.
+
+        On GPUs this is where it is found out, so it belongs before the optimizer's step.
+        """
+        for unit in self.units:
+            unit.check()
+
+    def step(self) -> None:
+        """Count one optimizer step, and reset the residuals when it is time.
+
+        Does nothing if nothing was reduced since the last call.
+        """
+        self.check()
+        calls = sum(unit.calls for unit in self.units)
+        if calls == self._calls_at_last_step:
+            return
+        self._calls_at_last_step = calls
+        self.steps += 1
+        interval = self.config.reset_interval
+        if interval and self.steps % interval == 0:
+            for unit in self.units:
+                unit.forget()
+
+    def detach(self) -> None:
+        """Give FSDP its plain collective back, bit for bit; the residuals stay readable."""
+        if self.attached:
+            self.attached = False
+            self._undo()
+
+    def reset(self) -> None:
+        """Set all residuals to 0; broken units are whole again. Call it on every rank."""
+        for unit in self.units:
+            unit.reset()
+
+    def residual(self, fqn: str) -> Tensor:
+        """Return this rank's residual of one parameter.
+
+        Float32, in the parameter's full, unsharded shape, in units of unscaled gradients. Zeros
+        before the first reduction. Raises ``KeyError`` for an unknown name and ``ValueError``
+        for a parameter that is not compressed.
+        """
+        return self._find(fqn).residual(fqn).to(self._device)
+
+    def load_residual(self, fqn: str, tensor: Tensor) -> None:
+        """Set this rank's residual of one parameter; inverse of ``residual``.
+
+        Raises as ``residual`` does, and ``ValueError`` on a wrong shape or non-finite values.
+        """
+        self._find(fqn).load_residual(fqn, tensor, self._device)
+
+    def memory_bytes(self) -> int:
+        """Bytes of residual that this rank holds once training has begun.
+
+        Known before the first step. The figure is about one byte for each unsharded element.
+        """
+        return sum(unit.planned_bytes() for unit in self.units)
+
+    def stats(self) -> list[CommStats]:
+        """Figures of each unit since it was attached; waits for the device."""
+        return [unit.stats() for unit in self.units]
+
+    def describe(self) -> str:
+        """Return a table of all units: what is compressed, why not, and what it saves."""
+        rows = [unit.summary() for unit in self.units]
+        rows += [
+            UnitSummary(
+                unit=unit.name,
+                parameters=unit.parameters,
+                elements=unit.elements,
+                compressed=f"no: {unit.reason}",
+                bytes_before=0,
+                bytes_after=0,
+                residual_bytes=0,
+            )
+            for unit in self.skipped
+        ]
+        return format_table(rows)
+
+    def _find(self, fqn: str) -> Unit:
+        for unit in self.units:
+            if fqn in unit.parameters:
+                return unit
+        names = [name for unit in self.units for name in unit.parameters]
+        close = get_close_matches(fqn, names, n=3) or names[:3]
+        raise KeyError(f"no FSDP unit holds a parameter '{fqn}'; there is {', '.join(close)}.")

@@ -1,0 +1,253 @@
+"""One FSDP unit: its parameters, their residuals, and one compressed reduction after another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loco_fsdp._torch import reduce_factor
+from loco_fsdp.config import LoCoConfig
+from loco_fsdp.feedback import ResidualState
+from loco_fsdp.kernels import CallStats
+from loco_fsdp.layout import (
+    UnitParameter,
+    exemptions,
+    full_to_rows,
+    rows_to_full,
+    summarize,
+    unit_layout,
+)
+from loco_fsdp.metrics import CommStats, UnitSummary
+from loco_fsdp.payload import PayloadLayout
+from loco_fsdp.reduce_scatter import exchange, raise_mismatch
+
+
+class Unit:
+    """The gradients that one reduce-scatter reduces, and what is remembered about them."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[UnitParameter],
+        group: dist.ProcessGroup,
+        config: LoCoConfig,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.name = name
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self.group = group
+        self.world_size = group.size()
+        self.config = config
+        self.exempt = exemptions(parameters, config, self.world_size)
+        self.calls = 0
+        self._reduce_dtype = reduce_dtype
+        self._residuals = {
+            name: ResidualState(config)
+            for name in self.parameters
+            if name not in self.exempt and config.feedback != "none"
+        }
+        self._layouts: dict[Any, PayloadLayout] = {}
+        self._broken: str | None = None
+        self._mismatch: tuple[Tensor, PayloadLayout] | None = None
+        self._bytes_sent = self._elements_sent = 0
+        self._nonfinite: Tensor | None = None
+        self._last_call: CallStats | None = None
+
+    def reduce(
+        self,
+        output: Tensor,
+        buffer: Tensor,
+        op: Any,
+        *,
+        trainable: Collection[str],
+        in_buffer: Collection[str],
+        with_gradient: Collection[str],
+        compressed: bool,
+        loss_scale: Tensor | None,
+    ) -> None:
+        """Reduce one flat gradient buffer into this rank's share.
+
+        Args:
+            output: ``[N]``, any float dtype, written.
+            buffer: ``[W * N]``, FSDP's reduce-scatter input.
+            op: AVG, SUM or PREMUL_SUM.
+            trainable: names that have a place in the payload.
+            in_buffer: names that lie in ``buffer``.
+            with_gradient: those of them that got a gradient; the others keep their residual.
+            compressed: False sends everything in full precision (warm-up).
+            loss_scale: 0-d, the gradients' scale; None: they are not scaled.
+
+        Raises:
+            RuntimeError: the unit broke before, or the ranks sent different layouts.
+
+        """
+        self._require_sound()
+        try:
+            layout = self._layout(trainable, in_buffer, buffer.dtype, compressed)
+            rows = self._rows(buffer, layout)
+            residuals = {n: r for n, r in self._residuals.items() if n in with_gradient}
+            stats = self._new_stats(buffer.device)
+            factor = reduce_factor(op, self.world_size)
+            mismatch = exchange(
+                output, rows, layout, residuals, self.group, factor, stats, loss_scale
+            )
+            # The GPU is not waited for here: `check` reads its flag once a step.
+            self._keep_mismatch(mismatch, layout)
+            if buffer.device.type == "cpu":
+                self.check()
+        except BaseException as error:
+            # The residual may have moved on while the gradient never arrived.
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        self._count(layout, stats)
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the ranks of a past reduction sent different layouts."""
+        if self._mismatch is None:
+            return
+        flag, layout = self._mismatch
+        self._mismatch = None
+        if flag:
+            self._broken = "the ranks sent different layouts"
+            raise_mismatch(f"FSDP unit '{self.name}'", layout, self.group)
+
+    def forget(self) -> None:
+        """Set the residuals to 0."""
+        for residual in self._residuals.values():
+            residual.reset()
+
+    def reset(self) -> None:
+        """Set the residuals to 0; a broken unit is whole again."""
+        self.forget()
+        self._broken = self._mismatch = None
+
+    def residual(self, name: str) -> Tensor:
+        """This rank's residual of one parameter: float32, the parameter's full shape."""
+        self._require_sound()
+        parameter, state = self.parameters[name], self._state(name)
+        if state.shape is None:
+            return torch.zeros(parameter.shape)
+        return rows_to_full(state.dense(), parameter)
+
+    def load_residual(self, name: str, values: Tensor, device: torch.device) -> None:
+        """Set this rank's residual of one parameter from its full shape."""
+        parameter, state = self.parameters[name], self._state(name)
+        if tuple(values.shape) != parameter.shape:
+            raise ValueError(
+                f"residual of '{name}' has shape {tuple(values.shape)}: wanted {parameter.shape}."
+            )
+        state.load_dense(full_to_rows(values.to(device), parameter, self.world_size))
+
+    def planned_bytes(self) -> int:
+        """Bytes that the residuals of this unit hold on this rank, once allocated."""
+        return sum(
+            ResidualState.planned_bytes(self.world_size, p.row_numel, self.config)
+            for p in self.parameters.values()
+            if p.name in self._residuals
+        )
+
+    def stats(self) -> CommStats:
+        """Figures so far; reading them waits for the device."""
+        norms = [r.norm() for r in self._residuals.values() if r.shape is not None]
+        return CommStats(
+            unit=self.name,
+            calls=self.calls,
+            bytes_sent=self._bytes_sent,
+            bytes_bf16=2 * self._elements_sent,
+            bytes_fp32=4 * self._elements_sent,
+            relative_error=None if self._last_call is None else self._last_call.relative_error(),
+            residual_norm=sum(norm**2 for norm in norms) ** 0.5,
+            nonfinite_blocks=0 if self._nonfinite is None else int(self._nonfinite),
+        )
+
+    def summary(self) -> UnitSummary:
+        """The unit's row of the table, for a reduction of all its parameters."""
+        names = self.parameters.keys()
+        layout = self._layout(names, names, self._reduce_dtype, compressed=True)
+        peers = self.world_size - 1
+        exempt = summarize(self.exempt.values())
+        if len(self.exempt) < len(names):
+            exempt = f"yes, except {exempt}" if exempt else "yes"
+        return UnitSummary(
+            unit=self.name,
+            parameters=len(names),
+            elements=sum(parameter.numel for parameter in self.parameters.values()),
+            compressed=exempt,
+            bytes_before=peers * layout.row_numel * self._reduce_dtype.itemsize,
+            bytes_after=peers * layout.row_bytes,
+            residual_bytes=self.planned_bytes(),
+        )
+
+    def agreement(self) -> str:
+        """What has to be equal on all ranks of the group, in words."""
+        listed = (f"{p.name} {list(p.shape)} dim {p.shard_dim}" for p in self.parameters.values())
+        return f"unit '{self.name}': {'; '.join(listed)}"
+
+    def _layout(
+        self,
+        trainable: Collection[str],
+        in_buffer: Collection[str],
+        dtype: torch.dtype,
+        compressed: bool,
+    ) -> PayloadLayout:
+        key = (frozenset(trainable), frozenset(in_buffer), dtype, compressed)
+        if key not in self._layouts:
+            self._layouts[key] = unit_layout(
+                list(self.parameters.values()),
+                self.config,
+                exempt=self.exempt if compressed else self.parameters.keys(),
+                trainable=trainable,
+                in_buffer=in_buffer,
+                reduce_dtype=dtype,
+            )
+        return self._layouts[key]
+
+    def _rows(self, buffer: Tensor, layout: PayloadLayout) -> Tensor:
+        if buffer.numel() != self.world_size * layout.row_numel:
+            raise RuntimeError(
+                f"FSDP unit '{self.name}': the gradient buffer has {buffer.numel()} elements, "
+                f"wanted {self.world_size * layout.row_numel} for {layout.describe()}."
+            )
+        return buffer.view(self.world_size, -1)
+
+    def _new_stats(self, device: torch.device) -> CallStats:
+        if self._nonfinite is None:
+            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        if not self.config.error_stats:
+            return CallStats(self._nonfinite)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return CallStats(self._nonfinite, squared_error=zero, squared_norm=zero.clone())
+
+    def _keep_mismatch(self, flag: Tensor, layout: PayloadLayout) -> None:
+        if self._mismatch is not None:
+            earlier, first_layout = self._mismatch
+            flag, layout = earlier | flag, first_layout
+        self._mismatch = (flag, layout)
+
+    def _count(self, layout: PayloadLayout, stats: CallStats) -> None:
+        peers = self.world_size - 1
+        self.calls += 1
+        self._bytes_sent += peers * layout.row_bytes
+        self._elements_sent += peers * layout.row_numel
+        self._last_call = stats
+
+    def _state(self, name: str) -> ResidualState:
+        if name in self.exempt:
+            raise ValueError(
+                f"'{name}' has no residual, it is not compressed: {self.exempt[name]}."
+            )
+        if name not in self._residuals:
+            raise ValueError(f"'{name}' has no residual: feedback=\"none\".")
+        return self._residuals[name]
+
+    def _require_sound(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"FSDP unit '{self.name}' is broken since an exchange failed ({self._broken}): its "
+                "residual may be half updated. Call optimizer.loco.reset() on every rank, or "
+                "restart from a checkpoint."
+            )
