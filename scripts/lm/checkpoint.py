@@ -8,7 +8,6 @@ numbers are functions of seed and step. The shards fit any number of ranks.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lm.parallel import World
 
@@ -58,7 +58,7 @@ class Checkpoints:
         if self.world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
-        dcp.save(_state(model, optimizer), checkpoint_id=partial)
+        save(_state(model, optimizer), checkpoint_id=partial)
         if self.world.rank == 0:
             (partial / "identity.json").write_text(json.dumps(self.identity, indent=2))
             self._publish(step, partial)
@@ -73,9 +73,11 @@ class Checkpoints:
         saved = json.loads((path / "identity.json").read_text())
         for name, value in self.identity.items():
             if saved.get(name) != value:
-                raise ValueError(f"{name}={value!r}: the checkpoint {path} has {saved.get(name)!r}.")
+                raise ValueError(
+                    f"{name}={value!r}: the checkpoint {path} has {saved.get(name)!r}."
+                )
         state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_state_dict(
             model,
             optimizer,
@@ -89,7 +91,7 @@ class Checkpoints:
     def _publish(self, step: int, partial: Path) -> None:
         final = self._path(step)
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
+        partial.replace(final)
         for old in self.steps_on_disk()[:-KEPT]:
             shutil.rmtree(self._path(old))
 

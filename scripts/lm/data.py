@@ -146,7 +146,7 @@ def load_tokens(data: str | None) -> tuple[Tokens, bool]:
         return np.memmap(path, dtype=np.uint8, mode="r"), True
     if num_bytes % 2:
         raise ValueError(
-            f"data={data!r}: a .bin file holds uint16 tokens; this one has an odd {num_bytes} bytes."
+            f"data={data!r}: a .bin file holds uint16 tokens; this one has {num_bytes} bytes."
         )
     return np.memmap(path, dtype=np.dtype("<u2"), mode="r"), False
 

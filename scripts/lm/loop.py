@@ -43,12 +43,12 @@ class Trainer:
     reduction_bytes: int
     """Bytes this rank sends in one reduction without LoCo."""
 
-    reductions: int = 0
-    """Optimizer steps done by this process."""
+    bytes_counted: int = 0
+    """LoCo's count of sent bytes after the last step."""
 
     def train_step(self, step: int) -> Record:
         """Do optimizer step ``step`` (counted from 0) and return its line for the log."""
-        started, sent = time.perf_counter(), self.bytes_sent()
+        started = time.perf_counter()
         rate = learning_rate(step, self.settings.steps, self.settings.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -56,25 +56,17 @@ class Trainer:
         grad_norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.reductions += 1
         mean_loss = self.world.mean(loss)  # waits for the device, so the time is the whole step's
         seconds = time.perf_counter() - started
         return {
             "step": step + 1,
             "loss": mean_loss,
             "tokens_per_second": self._tokens_per_step() / seconds,
-            "bytes_sent": self.bytes_sent() - sent,
+            "bytes_sent": self._bytes_sent(),
             "grad_norm": grad_norm,
             "lr": rate,
             "step_seconds": seconds,
         }
-
-    def bytes_sent(self) -> int:
-        """Bytes of gradients that this rank has sent so far in this process."""
-        if self.settings.loco is None:
-            return self.reductions * self.reduction_bytes
-        stats = self.optimizer.loco.stats()  # type: ignore[attr-defined]
-        return sum(unit.bytes_sent for unit in stats)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -97,7 +89,7 @@ class Trainer:
             self.model.set_requires_gradient_sync(micro_batch == count - 1)
             batch = self.corpus.training_batch(step, self.world.rank, micro_batch)
             cross_entropy, balance_loss = self._losses(batch)
-            ((cross_entropy + balance_loss) / count).backward()  # type: ignore[no-untyped-call]
+            ((cross_entropy + balance_loss) / count).backward()
             total += cross_entropy.detach() / count
         return total
 
@@ -118,6 +110,15 @@ class Trainer:
             self.model.parameters(), float("inf") if limit is None else limit
         )
         return full_value(norm)
+
+    def _bytes_sent(self) -> int:
+        """Bytes of gradients that this rank sent in the step just done."""
+        if self.settings.loco is None:
+            return self.reduction_bytes
+        before = self.bytes_counted
+        stats = self.optimizer.loco.stats()  # type: ignore[attr-defined]
+        self.bytes_counted = sum(unit.bytes_sent for unit in stats)
+        return self.bytes_counted - before
 
     def _tokens_per_step(self) -> int:
         settings = self.settings

@@ -81,7 +81,8 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """Split the heads of ``x: [B, T, heads*C]`` -> ``[B, heads, T, C]``."""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -173,9 +174,7 @@ class Decoder(nn.Module):
     def __init__(self, settings: ModelSettings, max_length: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(settings.vocab_size, settings.dim)
-        self.blocks = nn.ModuleList(
-            Block(settings, max_length) for _ in range(settings.num_layers)
-        )
+        self.blocks = nn.ModuleList(Block(settings, max_length) for _ in range(settings.num_layers))
         self.norm = nn.RMSNorm(settings.dim, eps=1e-5)
         self.head = nn.Linear(settings.dim, settings.vocab_size, bias=False)
         self._initialise(settings)

@@ -12,7 +12,7 @@ from lm.settings import OptimizerSettings
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Build the optimizer class named in the settings; ``ValueError`` says what is wrong with it."""
+    """Build the optimizer that the settings name; ``ValueError`` says what is wrong with them."""
     module_name, _, class_name = settings.name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)

@@ -48,9 +48,8 @@ def joined_world(settings: TrainSettings) -> Iterator[World]:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
     # Only a run that went well gets here: after an error the other ranks may never arrive.
     # Without the barrier a fast rank can tear down connections that a slow one still uses.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +61,11 @@ class RunLog:
         write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         return summary
 
+    def summary(self) -> Record:
+        """Read ``summary.json``."""
+        result: Record = json.loads((self.folder / "summary.json").read_text())
+        return result
+
     @property
     def _metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
@@ -71,4 +75,4 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new text, never half of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
-    os.replace(partial, path)
+    partial.replace(path)

@@ -78,8 +78,7 @@ class ModelSettings:
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads={self.num_kv_heads}: wanted a divisor of "
-                f"num_heads={self.num_heads}."
+                f"num_kv_heads={self.num_kv_heads}: wanted a divisor of num_heads={self.num_heads}."
             )
 
 
@@ -215,15 +214,11 @@ def _check_choice(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: wanted one of {', '.join(_CHOICES[name])}.")
 
 
-def _check_number(
-    name: str, value: object, *, minimum: float, maximum: float = float("inf")
-) -> None:
-    """Check the range, and that a setting with an integer minimum is an integer."""
-    kind = int if isinstance(minimum, int) else (int, float)
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    # A NaN fails both comparisons, so it is refused too.
-    if is_number and minimum <= value <= maximum and abs(value) != float("inf"):
-        return
-    noun = "an integer" if kind is int else "a number"
-    top = "or more" if maximum == float("inf") else f"to {maximum:g}"
-    raise ValueError(f"{name}={value!r}: wanted {noun}, {minimum:g} {top}.")
+def _check_number(name: str, value: Any, *, minimum: float, maximum: float = float("inf")) -> None:
+    """Check type and range; a setting with an integer minimum has to be an integer."""
+    noun, kinds = ("an integer", (int,)) if isinstance(minimum, int) else ("a number", (int, float))
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    # A NaN fails each comparison, so it is refused too.
+    if not (is_number and minimum <= value <= maximum and value < float("inf")):
+        top = "or more" if maximum == float("inf") else f"to {maximum:g}"
+        raise ValueError(f"{name}={value!r}: wanted {noun}, {minimum:g} {top}.")
