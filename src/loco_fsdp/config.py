@@ -80,7 +80,8 @@ class LoCoConfig:
         for name in ("reset_interval", "warmup_steps", "min_numel"):
             _check_int(name, getattr(self, name), minimum=0)
         _check_choice("error_stats", self.error_stats, (False, True))
-        if isinstance(self.skip, str) or not all(isinstance(p, str) for p in self.skip):
+        is_list = isinstance(self.skip, list | tuple)
+        if not is_list or not all(isinstance(p, str) for p in self.skip):
             raise ValueError(f"skip={self.skip!r}: wanted a tuple of name patterns (str).")
         object.__setattr__(self, "skip", tuple(self.skip))  # YAML and JSON bring lists
 
@@ -101,8 +102,9 @@ class LoCoConfig:
             _check_float("err_beta", translated["err_beta"], minimum=0.0, maximum=1 - 2.0**-20)
             _rename(translated, "err_beta", "feedback_gain", 1.0 - translated["err_beta"])
         if "reset_T" in translated:
+            _check_int("reset_T", translated["reset_T"], minimum=0)
             _rename(translated, "reset_T", "reset_interval", translated["reset_T"])
-        unknown = sorted(set(translated) - known)
+        unknown = sorted(str(name) for name in set(translated) - known)
         if unknown:
             allowed = ", ".join(sorted(known | _DEEPSPEED_KEYS))
             raise ValueError(f"{', '.join(unknown)}: no such setting. Allowed: {allowed}.")
