@@ -118,7 +118,8 @@ def full_to_rows(full: Tensor, parameter: UnitParameter, world_size: int) -> Ten
     dim, chunk = parameter.shard_dim, parameter.chunk_shape[parameter.shard_dim]
     missing = world_size * chunk - parameter.shape[dim]
     padded = F.pad(full, [0, 0] * (full.dim() - 1 - dim) + [0, missing])
-    return torch.stack([part.flatten() for part in padded.split(chunk, dim)])
+    chunks = [padded.narrow(dim, rank * chunk, chunk) for rank in range(world_size)]
+    return torch.stack([part.flatten() for part in chunks])
 
 
 def summarize(reasons: Collection[str]) -> str:
