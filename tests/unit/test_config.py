@@ -76,8 +76,8 @@ def test_bad_value_is_refused(
     with pytest.raises(ValueError) as caught:
         build(**{name: value})
     message = str(caught.value)
-        assert message.startswith(f"{name}={value!r}: ")
-        assert wanted in message
+    assert message.startswith(f"{name}={value!r}: ")
+    assert wanted in message
 
 
 def test_every_setting_has_a_bad_value() -> None:

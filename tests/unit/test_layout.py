@@ -26,9 +26,7 @@ from loco_fsdp.payload import PayloadLayout
 from strategies import seeds
 
 
-def sharded(
-    name: str, shape: Sequence[int], world_size: int, shard_dim: int = 0
-) -> UnitParameter:
+def sharded(name: str, shape: Sequence[int], world_size: int, shard_dim: int = 0) -> UnitParameter:
     """What FSDP makes of a parameter: chunks of ceil(d / W), the last ones padded."""
     chunk = list(shape)
     chunk[shard_dim] = math.ceil(shape[shard_dim] / world_size)
@@ -48,9 +46,7 @@ def chunks_of(full: Tensor, world_size: int, dim: int) -> list[Tensor]:
     dim=st.integers(0, 3),
     seed=seeds,
 )
-def test_rows_hold_each_ranks_chunk(
-    shape: list[int], world_size: int, dim: int, seed: int
-) -> None:
+def test_rows_hold_each_ranks_chunk(shape: list[int], world_size: int, dim: int, seed: int) -> None:
     """Row r is chunk r and zeros; and back. Any shard dim, uneven, fewer rows than ranks."""
     dim %= len(shape)
     parameter = sharded("p", shape, world_size, dim)
