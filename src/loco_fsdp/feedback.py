@@ -129,13 +129,14 @@ class ResidualState:
         """
         if values.dim() != 2:
             raise ValueError(f"The residual is [W, N], got shape {tuple(values.shape)}.")
+        values = values.detach().float()
         if not bool(values.isfinite().all()):
-            raise ValueError("The residual to load holds NaN or infinite values.")
+            raise ValueError("The residual to load holds NaN or infinite values (as float32).")
         if self.config.feedback == "none":
             raise ValueError('feedback="none" keeps no residual, so none can be loaded.')
         self.allocate(values.shape[0], values.shape[1], values.device)
         blocks = -(-values.shape[1] // self.config.block_size)
-        values = values.to(self._require_data().device, torch.float32)
+        values = values.to(self._require_data().device)
         self.write(to_blocks(values, 0, blocks, self.config.block_size), slice(None), 0)
 
     def norm(self) -> float:
