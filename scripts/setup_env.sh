@@ -11,19 +11,20 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 base_python="${PYTHON:-python3}"
 python=.venv/bin/python
-usage="Usage: scripts/setup_env.sh [--extra NAME | --group NAME]..."
 
 extras=""
 groups=()
+names=()
 while (($#)); do
   case "${1} ${2:-}" in
     "--extra "?*) extras="${extras:+$extras,}$2" ;;
     "--group "?*) groups+=(--group "$2") ;;
     *)
-      echo "$usage" >&2
+      echo "Usage: scripts/setup_env.sh [--extra NAME | --group NAME]..." >&2
       exit 2
       ;;
   esac
+  names+=("$2")
   shift 2
 done
 
@@ -32,9 +33,10 @@ if ! "$base_python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   exit 1
 fi
 
-# A stamp is written last, so an interrupted set-up is done again.
+# A stamp is written last, so an interrupted set-up is done again. The folder is part of it, since
+# an editable install has to be redone where the folder has moved.
 stamp=".venv/.installed-$(
-  printf '%s\n' "$extras" "${groups[@]+"${groups[@]}"}" |
+  printf '%s\n' "$PWD" "$extras" "${groups[@]+"${groups[@]}"}" |
     cat - pyproject.toml scripts/constraints.txt |
     "$base_python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])'
 )"
@@ -43,13 +45,14 @@ if [[ -e "$stamp" ]] && "$python" -c '' 2>/dev/null; then
   exit 0
 fi
 
-echo "Setting up .venv (${extras:-no extras}${groups[*]+, ${groups[*]}}); the first time takes a few minutes."
-if ! "$python" -c '' 2>/dev/null; then
+echo "Setting up .venv for ${names[*]:-the library}; the first time takes a minute or more."
+# Python makes a folder without pip where its venv package is incomplete: then it is made again.
+if ! "$python" -m pip --version >/dev/null 2>&1; then
   "$base_python" -m venv --clear .venv
 fi
-install=("$python" -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt)
+install=("$python" -m pip install -qq --disable-pip-version-check --constraint scripts/constraints.txt)
 "${install[@]}" --upgrade pip # dependency groups need pip 25.1
 # Without build isolation the build backend is pinned too, and not fetched for each build.
 "${install[@]}" hatchling editables
-"${install[@]}" --no-build-isolation --editable ".${extras:+[$extras]}" torch "${groups[@]+"${groups[@]}"}"
+"${install[@]}" --no-build-isolation --editable ".${extras:+[$extras]}" "${groups[@]+"${groups[@]}"}"
 touch "$stamp"

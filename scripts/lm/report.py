@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lm.runlog import Record
@@ -49,18 +51,20 @@ def format_table(rows: Sequence[Record]) -> Table:
     """Format the rows for a terminal."""
     table = Table(
         title=f"{rows[0]['steps']} steps on {rows[0]['world_size']} ranks",
-        caption="Bytes of gradients sent by one rank. Between the ranks of one machine there is no "
-        "slow link, so the step time shows what compression costs, not what it saves.",
+        caption="bits/byte and its gap to fp32 are of the validation text, kB/step are gradients "
+        "sent by one rank. No link between ranks of one machine is slow, so the step time shows "
+        "what compression costs, not what it saves.",
+        box=SIMPLE_HEAD,
     )
-    table.add_column("run")
-    for title in ("val bits/byte", "gap to fp32", "bytes/step", "vs bf16", "vs fp32", "s/step"):
-        table.add_column(title, justify="right")
+    table.add_column("run", no_wrap=True)
+    for title in ("bits/byte", "gap", "kB/step", "vs bf16", "vs fp32", "s/step"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["name"],
             f"{row['val_bits_per_byte']:.4f}",
             f"{row['gap_percent']:+.2f} %",
-            f"{row['gradient_bytes_per_step']:,.0f}",
+            f"{row['gradient_bytes_per_step'] / 1000:,.1f}",
             f"{row['ratio_vs_bf16']:.2f}x",
             f"{row['ratio_vs_fp32']:.2f}x",
             f"{row['step_seconds']:.3f}",
@@ -69,48 +73,48 @@ def format_table(rows: Sequence[Record]) -> Table:
 
 
 def draw_losses(records: Mapping[str, Sequence[Record]], path: Path) -> None:
-    """Draw the smoothed training loss of each run against the step."""
-    figure, axes = _axes(height=4.5)
+    """Draw each run's training loss against the step, and below it the gap to ``baseline_fp32``."""
+    figure = _figure(height=6.0)
+    loss_axes, gap_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    reference = [line["loss"] for line in records[BASELINES[0]]]
     for name, lines in records.items():
-        smooth = _running_mean([line["loss"] for line in lines])
-        axes.plot([line["step"] for line in lines], smooth, label=name, linewidth=1.2)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"training loss, nats per byte (mean of {SMOOTHING_STEPS} steps)")
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
+        steps, losses = zip(*((line["step"], line["loss"]) for line in lines), strict=True)
+        gaps = [loss - best for loss, best in zip(losses, reference, strict=True)]
+        loss_axes.plot(steps, _running_mean(losses), label=name, linewidth=1.2)
+        gap_axes.plot(steps, _running_mean(gaps), linewidth=1.2)
+    loss_axes.set_ylabel("training loss, nats per byte")
+    loss_axes.legend(frameon=False)
+    gap_axes.set_ylabel("gap to fp32")
+    gap_axes.set_xlabel(f"step (each point is the mean of {SMOOTHING_STEPS} steps)")
+    for axes in (loss_axes, gap_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
 def draw_bytes(rows: Sequence[Record], path: Path) -> None:
     """Draw the gradient bytes of each run as a bar."""
-    figure, axes = _axes(height=1.2 + 0.45 * len(rows))
-    names = [row["name"] for row in rows]
+    figure = _figure(height=1.2 + 0.45 * len(rows))
+    axes = figure.subplots()
     kilobytes = [row["gradient_bytes_per_step"] / 1000 for row in rows]
-    bars = axes.barh(names, kilobytes, height=0.6)
-    axes.bar_label(
-        bars,
-        [
-            f"{size:,.0f} kB, {row['ratio_vs_fp32']:.1f}x"
-            for size, row in zip(kilobytes, rows, strict=True)
-        ],
-        padding=4,
-    )
-    axes.set_xlim(right=1.25 * max(kilobytes))
+    bars = axes.barh([row["name"] for row in rows], kilobytes, height=0.6)
+    labels = [
+        f"{size:,.0f} kB, 1/{row['ratio_vs_fp32']:.2f} of fp32"
+        for size, row in zip(kilobytes, rows, strict=True)
+    ]
+    axes.bar_label(bars, labels, padding=4)
+    axes.set_xlim(right=1.2 * max(kilobytes))
     axes.invert_yaxis()
-    axes.set_xlabel("gradient kB sent per rank and step, and how many times less than fp32")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("kB of gradients sent per rank and step")
     figure.savefig(path, dpi=150)
 
 
-def _axes(*, height: float) -> tuple[Any, Any]:
-    """Make a figure without a display, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _figure(*, height: float) -> Figure:
+    """Make a figure that is drawn without a display."""
     figure = Figure(figsize=(8, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:

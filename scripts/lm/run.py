@@ -71,14 +71,16 @@ class Run:
     def _progress(self, first: int) -> Iterator[int]:
         """Count the steps under a progress bar on rank 0."""
         settings = self.trainer.settings
+        # A log file gets a line now and then instead of a moving bar.
+        seconds = 0.2 if sys.stderr.isatty() else 15.0
         yield from tqdm(
             range(first, settings.steps),
             initial=first,
             total=settings.steps,
             desc=settings.name,
             disable=self.log is None,
-            # A log file gets a line now and then instead of a moving bar.
-            mininterval=0.2 if sys.stderr.isatty() else 15.0,
+            mininterval=seconds,
+            maxinterval=max(10.0, 2 * seconds),
         )
 
     def _validation(self) -> Record:
