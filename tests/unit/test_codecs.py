@@ -223,6 +223,18 @@ def test_block_codec_is_the_definition(bits: int, block: list[float]) -> None:
 
 
 @every_bits
+def test_half_steps_round_to_even(bits: int) -> None:
+    """Of every bfloat16 mantissa: a product with 1 / step instead of a division would fail."""
+    half = 2 ** (bits - 1)
+    places = torch.tensor([-half, *(k + 0.5 for k in range(-half, half - 1))])
+    steps = torch.arange(128, 256) / 64
+    codes, found = BlockCodec(bits).encode(steps.unsqueeze(-1) * places)
+    assert torch.equal(found, steps)
+    expected = [round(place) for place in places.tolist()]
+    assert codes.tolist() == [expected] * len(steps)
+
+
+@every_bits
 @given(h=blocks())
 def test_block_codec_is_antisymmetric(bits: int, h: Tensor) -> None:
     """Field case 71: Q(-x) = -Q(x), bit for bit, the 8-bit residual included."""

@@ -31,7 +31,7 @@ from strategies import (
 
 MARKER = 0xA5
 CPU = torch.device("cpu")
-loss_scales = st.sampled_from((None, 1.0, 3.0, 2.0**-3, 65536.0))
+loss_scales = st.sampled_from((None, 1.0, 3.0, 2.0**-20, 65536.0))
 piece_sizes = st.sampled_from((1, 32, 100, 256 * 1024))
 
 
@@ -185,6 +185,20 @@ def test_sum_rows_is_the_reference(values: Tensor, factor: float, dtype: torch.d
     kernels.sum_rows(values, factor, output)
     wide = values if values.dtype == torch.float64 else values.float()
     assert_same_bits(output, reference.reduce(wide, factor).to(dtype))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_sums_are_taken_in_rank_order(bits: int) -> None:
+    """2^30 + 1 is 2^30 in float32, so the order of three ranks shows."""
+    config = LoCoConfig.from_dict({"bits": bits})
+    big = 2.0**30
+    for order, expected in (((big, 1.0, -big), 0.0), ((big, -big, 1.0), 1.0)):
+        x = torch.tensor(order).unsqueeze(1)
+        payload = reference.compress(x, config)
+        assert run_decompress(payload, 1, config, 1.0, torch.float32).tolist() == [expected]
+        output = torch.full((1,), torch.nan)
+        kernels.sum_rows(x, 1.0, output)
+        assert output.tolist() == [expected]
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 129, 910, 2305, 256 * 1024 + 130])
