@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp import _torch
 from loco_fsdp.config import LoCoConfig
@@ -181,6 +182,14 @@ def managed_parameters(model: nn.Module) -> set[int]:
     }
 
 
+def other_wrapper(model: nn.Module) -> str | None:
+    """Say what else than FSDP2 reduces a model's gradients, or None if nothing is known to."""
+    for wrapper, name in ((FullyShardedDataParallel, "FSDP1"), (DistributedDataParallel, "DDP")):
+        if any(isinstance(module, wrapper) for module in model.modules()):
+            return f"The model is wrapped in {name}, which LoCo does not support: use fully_shard."
+    return None
+
+
 def clean_name(name: str) -> str:
     """Strip what wrappers (checkpointing, compile) put into a module's name."""
     for prefix in _WRAPPER_PREFIXES:
@@ -294,8 +303,5 @@ def _install(comm: CompressedReduceScatter) -> list[Any]:
 
 
 def _no_units(model: nn.Module) -> str:
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return "The model is wrapped in FSDP1, which LoCo does not support: use fully_shard."
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "The model is wrapped in DDP, which LoCo does not support: use fully_shard."
-    return "The model has no FSDP2 unit: call fully_shard(model) before attaching LoCo."
+    default = "The model has no FSDP2 unit: call fully_shard(model) before attaching LoCo."
+    return other_wrapper(model) or default

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -17,16 +17,17 @@ from torch.utils.hooks import RemovableHandle
 
 from loco_fsdp import _torch
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.fsdp2 import attach, fsdp_states, managed_parameters
+from loco_fsdp.delegation import DelegatingOptimizer
+from loco_fsdp.fsdp2 import attach, fsdp_states, managed_parameters, other_wrapper
 from loco_fsdp.handle import LoCoHandle
 
 _WHAT_TO_DO = (
-    "call fully_shard(model) first, build the optimizer from model.parameters() after it, and "
+    "Call fully_shard(model) first, build the optimizer from model.parameters() after it, and "
     "give the model: LoCoOptimizer(optimizer, model)."
 )
 
 
-class LoCoOptimizer(Optimizer):
+class LoCoOptimizer(DelegatingOptimizer):
     """Any optimizer, with the gradients of its FSDP model sent at a few bits.
 
     ``LoCoOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)``, or as a drop-in for
@@ -45,12 +46,13 @@ class LoCoOptimizer(Optimizer):
 
     Raises:
         ValueError: bad arguments, ranks that disagree, or a model of another kind than FSDP2.
-        RuntimeError: at the first step, if FSDP manages none of the optimizer's parameters.
+        RuntimeError: at the first step, if FSDP2 manages none of the optimizer's parameters or
+            modules were sharded after LoCo was attached.
 
     """
 
-    inner: Optimizer
-    """The wrapped optimizer."""
+    @overload
+    def __new__(cls, optimizer: type[Optimizer]) -> Callable[..., LoCoOptimizer]: ...  # type: ignore[misc]
 
     @overload
     def __new__(
@@ -62,40 +64,44 @@ class LoCoOptimizer(Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> LoCoOptimizer: ...
 
-    @overload
-    def __new__(cls, optimizer: type[Optimizer]) -> Callable[..., LoCoOptimizer]: ...  # type: ignore[misc]
-
-    def __new__(cls, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the wrapper, or, for an optimizer class, a function that builds one."""
-        if not isinstance(optimizer, type):
-            return super().__new__(cls)
-        if not issubclass(optimizer, Optimizer) or args or kwargs:
-            raise ValueError(
-                f"LoCoOptimizer({optimizer.__name__}, ...): wanted an optimizer instance here, or "
-                f"LoCoOptimizer({optimizer.__name__})(params, ..., model=model)."
-            )
-        return partial(_build, cls, optimizer)
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
+    # Not in an __init__, which mypy would prefer, and so not see the second form.
+    def __new__(
+        cls,
+        optimizer: Any,
         model: nn.Module | None = None,
         config: LoCoConfig | None = None,
         *,
         grad_scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
+    ) -> Any:
+        """Return the wrapper, or, for an optimizer class, a function that builds one."""
+        if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+            if model is None and config is None and grad_scaler is None:
+                return partial(_build, cls, optimizer)
+            raise ValueError(
+                f"LoCoOptimizer({optimizer.__name__}, ...): wanted an optimizer instance here, or "
+                f"LoCoOptimizer({optimizer.__name__})(params, ..., model=model)."
+            )
         _check_arguments(optimizer, model, config, grad_scaler)
-        # The base class's __init__ would make groups and state of its own.
-        self.inner = optimizer
-        self._config = config or LoCoConfig()
-        self._grad_scaler = grad_scaler
+        self = super().__new__(cls)
+        self._set_up(model, config or LoCoConfig(), grad_scaler)
+        return self
+
+    def _set_up(
+        self,
+        model: nn.Module | None,
+        config: LoCoConfig,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> None:
         self._model = model
+        self._config = config
+        self._grad_scaler = grad_scaler
         self._handle: LoCoHandle | None = None
-        self._was_called = False
         self._is_checked = False
         self._late_hook: RemovableHandle | None = None
         if model is not None and any(fsdp_states(model)):
             self._attach(model)
+        elif model is not None and (reason := other_wrapper(model)):
+            raise ValueError(reason)
         else:
             self._late_hook = self._attach_at_forward()
 
@@ -117,162 +123,112 @@ class LoCoOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Do one step of the inner optimizer; see the class for what it may raise."""
-        self._require_managed()
-        if self._handle is not None:
-            self._handle.check()  # before bad gradients are used
-        loss = self.inner.step() if closure is None else self.inner.step(closure)
+        if closure is None:
+            self._check_gradients()
+            loss = self.inner.step()
+        else:
+            loss = self.inner.step(partial(self._checked, closure))
         if self._handle is not None:
             self._handle.step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.inner.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
         self.inner.add_param_group(param_group)
+        self._is_checked = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state; residuals are not part of it yet."""
-        return self.inner.state_dict()
+    def _checked(self, closure: Callable[[], float]) -> float:
+        loss = closure()
+        self._check_gradients()
+        return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state; residuals stay as they are."""
-        self.inner.load_state_dict(state_dict)
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook(self, args, kwargs)`` to run before each step."""
-        return self.inner.register_step_pre_hook(self._as_own(hook))
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register ``hook(self, args, kwargs)`` to run after each step."""
-        return self.inner.register_step_post_hook(self._as_own(hook))
-
-    def register_state_dict_pre_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
-    ) -> RemovableHandle:
-        """Register ``hook(self)`` to run before ``state_dict``."""
-        return self.inner.register_state_dict_pre_hook(self._as_own(hook), prepend)
-
-    def register_state_dict_post_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
-    ) -> RemovableHandle:
-        """Register ``hook(self, state_dict)`` to run after ``state_dict``."""
-        return self.inner.register_state_dict_post_hook(self._as_own(hook), prepend)
-
-    def register_load_state_dict_pre_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
-    ) -> RemovableHandle:
-        """Register ``hook(self, state_dict)`` to run before ``load_state_dict``."""
-        return self.inner.register_load_state_dict_pre_hook(self._as_own(hook), prepend)
-
-    def register_load_state_dict_post_hook(
-        self, hook: Callable[..., Any], prepend: bool = False
-    ) -> RemovableHandle:
-        """Register ``hook(self)`` to run after ``load_state_dict``."""
-        return self.inner.register_load_state_dict_post_hook(self._as_own(hook), prepend)
-
-    def __repr__(self) -> str:
-        return f"LoCoOptimizer({self.inner!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        """Anything else is the inner optimizer's."""
-        if name == "inner":  # not set yet: a copy or a pickle is being built
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def _as_own(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        # The inner optimizer runs the hook, but the user registered it on this one.
-        return lambda _, *args: hook(self, *args)
+    def _check_gradients(self) -> None:
+        """Raise if the gradients, which are there now, are not what the step should use."""
+        if not self._is_checked:
+            self._require_managed()
+        if self._handle is not None:
+            self._handle.check()
 
     def _attach(self, model: nn.Module) -> None:
         handle = attach(model, self._config)
         if self._grad_scaler is not None:
             handle.loss_scale = partial(_torch.scaler_scale, self._grad_scaler)
         self._model, self._handle = model, handle
+        if self._late_hook is not None:
+            self._late_hook.remove()
 
     def _attach_at_forward(self) -> RemovableHandle:
-        # The hook must not keep a dropped optimizer alive, nor run for ever after it.
-        this = weakref.ref(self)
+        # The hook must not keep a dropped optimizer alive, nor outlive it.
+        this = weakref.ref(self, lambda _: hook.remove())
 
         def look(module: nn.Module, _: Any) -> None:
             optimizer = this()
-            if optimizer is None:
-                hook.remove()
-            elif optimizer._handle is None:
+            if optimizer is not None and optimizer._handle is None:
                 optimizer._look_for_units(module)
 
-        # Python side effects are not traceable: the compiler has to leave it alone.
-        untraced = torch.compiler.disable(look)
-        if self._model is None:
-            hook = register_module_forward_pre_hook(untraced)
-        else:
-            hook = self._model.register_forward_pre_hook(untraced, prepend=True)
+        # Python side effects are not traceable: the compiler has to leave it alone. For all
+        # modules: a given model may be one whose parts are called, but never itself.
+        hook = register_module_forward_pre_hook(torch.compiler.disable(look))
         return hook
 
-    def _look_for_units(self, module: nn.Module) -> None:
-        """Attach to ``module`` if FSDP units in it hold parameters of this optimizer."""
-        own = self._parameter_ids()
-        if not any(id(parameter) in own for parameter in module.parameters()):
-            return
-        self._was_called = True
-        if own & managed_parameters(module):
-            self._attach(module)
-            assert self._late_hook is not None
-            self._late_hook.remove()
+    def _look_for_units(self, called: nn.Module) -> None:
+        """Attach to the model if ``called`` holds parameters of this optimizer.
 
-    def _parameter_ids(self) -> set[int]:
-        # Made anew each time: trainers swap the parameters inside the groups.
-        return {id(p) for group in self.inner.param_groups for p in group["params"]}
+        Raises ``RuntimeError`` if they are wrapped by something that LoCo does not support.
+        """
+        # Ids are taken anew each time: trainers swap the parameters inside the groups.
+        own = {id(parameter) for parameter in self._parameters()}
+        if not any(id(parameter) in own for parameter in called.parameters()):
+            return
+        model = called if self._model is None else self._model
+        if own & managed_parameters(model):
+            self._attach(model)
+        elif reason := other_wrapper(called):
+            raise RuntimeError(reason)
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _require_managed(self) -> None:
-        if self._is_checked:
-            return
+        """Raise, or warn, if gradients of this optimizer go uncompressed; look only once."""
         if self._handle is None:
-            if not self._was_called and self._holds_dtensors():
-                return  # a checkpoint loader's step on a fresh optimizer: nothing has run yet
-            raise RuntimeError(f"The model of this optimizer has no FSDP2 unit: {_WHAT_TO_DO}")
-        assert self._model is not None
-        managed = managed_parameters(self._model)
-        parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        if parameters and not any(id(p) in managed for p in parameters):
+            if self._is_dry_run():
+                return
+            if self._model is not None:
+                self._look_for_units(self._model)  # no module of it was called as one
+        parameters = self._parameters()
+        managed = set() if self._handle is None else self._managed_units()
+        if parameters and not any(id(parameter) in managed for parameter in parameters):
             raise RuntimeError(
-                f"None of the optimizer's {len(parameters)} parameters is managed by FSDP, so a "
-                f"step would change nothing: {_WHAT_TO_DO}"
+                "LoCo found no FSDP2 unit that manages any of the optimizer's "
+                f"{len(parameters)} parameters. {_WHAT_TO_DO}"
             )
         outside = sum(isinstance(p, DTensor) and id(p) not in managed for p in parameters)
         if outside:
             warnings.warn(
                 f"{outside} of the optimizer's {len(parameters)} parameters are sharded outside of "
-                "the model given to LoCoOptimizer: their gradients are not compressed.",
-                stacklevel=3,
+                "the model that LoCo is attached to, so their gradients are not compressed: give "
+                "the model that contains all of them.",
+                stacklevel=4,
             )
         self._is_checked = True
 
-    def _holds_dtensors(self) -> bool:
-        return any(isinstance(p, DTensor) for g in self.inner.param_groups for p in g["params"])
+    def _managed_units(self) -> set[int]:
+        assert self._model is not None and self._handle is not None
+        count = sum(1 for _ in fsdp_states(self._model))
+        late = count - len(self._handle.units) - len(self._handle.skipped)
+        if late > 0:
+            raise RuntimeError(
+                f"{late} of the model's {count} FSDP units were sharded after LoCo was attached, "
+                "so they are not compressed: build LoCoOptimizer after the last fully_shard."
+            )
+        return managed_parameters(self._model)
 
-
-def _delegate(name: str) -> property:
-    """Return a property that lives on the inner optimizer, in all three directions."""
-
-    def get(self: LoCoOptimizer) -> Any:
-        return getattr(self.inner, name)
-
-    def assign(self: LoCoOptimizer, value: Any) -> None:
-        setattr(self.inner, name, value)
-
-    def delete(self: LoCoOptimizer) -> None:
-        delattr(self.inner, name)
-
-    return property(get, assign, delete, f"The inner optimizer's ``{name}``.")
-
-
-# One source of truth for groups and state; the last two are how GradScaler talks to fused
-# optimizers. The base class annotates them as attributes, so they are set from outside.
-for _name in ("param_groups", "state", "defaults", "grad_scale", "found_inf"):
-    setattr(LoCoOptimizer, _name, _delegate(_name))
+    def _is_dry_run(self) -> bool:
+        # A checkpoint loader steps a fresh optimizer with zero gradients, to make its state.
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        return bool(local) and not any(bool(g.any()) for g in local)
 
 
 def _build(
