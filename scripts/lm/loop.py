@@ -16,6 +16,7 @@ from lm.optimizer import build_optimizer, learning_rate
 from lm.parallel import World, full_value, plain_reduction_bytes, shard
 from lm.runlog import Record
 from lm.settings import TrainSettings
+from loco_fsdp import LoCoOptimizer
 
 
 @dataclass(kw_only=True)
@@ -113,11 +114,10 @@ class Trainer:
 
     def _bytes_sent(self) -> int:
         """Bytes of gradients that this rank sent in the step just done."""
-        if self.settings.loco is None:
+        if not isinstance(self.optimizer, LoCoOptimizer):
             return self.reduction_bytes
         before = self.bytes_counted
-        stats = self.optimizer.loco.stats()  # type: ignore[attr-defined]
-        self.bytes_counted = sum(unit.bytes_sent for unit in stats)
+        self.bytes_counted = sum(unit.bytes_sent for unit in self.optimizer.loco.stats())
         return self.bytes_counted - before
 
     def _tokens_per_step(self) -> int:
@@ -144,11 +144,7 @@ def build_trainer(settings: TrainSettings, world: World) -> Trainer:
     reduction_bytes = plain_reduction_bytes(model, dtype, world.size)
     shard(model, settings, world)
     inner = build_optimizer(model, settings.optimizer)
-    optimizer = inner
-    if settings.loco is not None:
-        from loco_fsdp import LoCoOptimizer
-
-        optimizer = LoCoOptimizer(inner, model, settings.loco)
+    optimizer = inner if settings.loco is None else LoCoOptimizer(inner, model, settings.loco)
     return Trainer(
         settings=settings,
         world=world,

@@ -46,7 +46,9 @@ def joined_world(settings: TrainSettings) -> Iterator[World]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=settings.timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        # Named, the device is also the one of barriers; NCCL would have to guess it otherwise.
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
