@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-class CompressedReduceScatter:
+class LoCoReduceScatter:
     """What FSDP calls in place of its reduce-scatter: the duck type of ``ReduceScatter``.
 
     FSDP's buffer holds just the parameters that got a gradient and does not say which. So every
@@ -199,7 +199,7 @@ def clean_name(name: str) -> str:
 
 def _plan(
     model: nn.Module, states: Sequence[tuple[str, Any]], config: LoCoConfig
-) -> tuple[list[CompressedReduceScatter], list[SkippedUnit]]:
+) -> tuple[list[LoCoReduceScatter], list[SkippedUnit]]:
     prefixes: dict[int, str] = {}
     for name, module in model.named_modules():
         prefixes.setdefault(id(module), f"{clean_name(name)}." if clean_name(name) else "")
@@ -226,7 +226,7 @@ def _why_skip(groups: Sequence[Any]) -> str | None:
 
 def _make_comm(
     unit_name: str, group: Any, prefixes: dict[int, str], config: LoCoConfig
-) -> CompressedReduceScatter:
+) -> LoCoReduceScatter:
     params: dict[str, Any] = {}
     described = []
     for param in group.fsdp_params:
@@ -249,14 +249,14 @@ def _make_comm(
     process_group = _torch.shard_group(group)
     assert process_group is not None  # `_why_skip` left those units out
     unit = Unit(unit_name, described, process_group, config, _torch.reduce_dtype(group))
-    return CompressedReduceScatter(unit, group, params)
+    return LoCoReduceScatter(unit, group, params)
 
 
-def _detach_earlier(comms: Sequence[CompressedReduceScatter]) -> None:
+def _detach_earlier(comms: Sequence[LoCoReduceScatter]) -> None:
     earlier = {
         id(comm.handle): comm.handle
         for comm in (_torch.reduce_scatter_comm(new.param_group) for new in comms)
-        if isinstance(comm, CompressedReduceScatter)
+        if isinstance(comm, LoCoReduceScatter)
     }
     names = {name for comm in comms for name in comm.unit.parameters}
     for handle in earlier.values():
@@ -296,7 +296,7 @@ def _first_difference(first: str, other: str, rank: int) -> str:
     return f"Rank 0 of the group has {len(ours)} settings and units, rank {rank} {len(theirs)}."
 
 
-def _install(comm: CompressedReduceScatter) -> list[Any]:
+def _install(comm: LoCoReduceScatter) -> list[Any]:
     # Python hooks are not traceable: the compiler has to leave this one alone.
     watch = torch.compiler.disable(comm.watch)
     return [module.register_forward_pre_hook(watch) for module in comm.param_group.modules]
