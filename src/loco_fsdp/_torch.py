@@ -69,6 +69,16 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
     return cast(dist.ProcessGroup, group._reduce_scatter_process_group)
 
 
+def data_parallel_groups(group: Any) -> list[dist.ProcessGroup]:
+    """Return the shard group of a parameter group and, with HSDP, its replicate group.
+
+    Names of 2.9 to 2.14.
+    """
+    shard = cast(dist.ProcessGroup, group._reduce_scatter_process_group)
+    replicas = [group._all_reduce_process_group] if group._is_hsdp else []
+    return [shard, *replicas]
+
+
 def owner(param: Any) -> tuple[nn.Module, str]:
     """Return the module and the attribute that hold an FSDP parameter (2.9 to 2.14)."""
     return param._module_info.module, param._module_info.param_name

@@ -128,7 +128,7 @@ def attach(model: nn.Module, config: LoCoConfig | None = None) -> LoCoHandle:
     if not states:
         raise ValueError(_no_units(model))
     comms, skipped = _plan(model, states, config)
-    _compare_ranks(config, [comm.unit for comm in comms])
+    _compare_ranks(config, comms)
     _detach_earlier(comms)
     hooks = [hook for comm in comms for hook in _install(comm)]
     before = [(comm, _torch.reduce_scatter_comm(comm.param_group)) for comm in comms]
@@ -269,31 +269,42 @@ def _detach_earlier(comms: Sequence[LoCoReduceScatter]) -> None:
         handle.detach()
 
 
-def _compare_ranks(config: LoCoConfig, units: Sequence[Unit]) -> None:
-    by_group: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_group.setdefault(id(unit.group), []).append(unit)
+def _compare_ranks(config: LoCoConfig, comms: Sequence[LoCoReduceScatter]) -> None:
+    by_groups: dict[tuple[int, ...], list[LoCoReduceScatter]] = {}
+    for comm in comms:
+        key = tuple(map(id, _torch.data_parallel_groups(comm.param_group)))
+        by_groups.setdefault(key, []).append(comm)
     problems = []
-    for members in by_group.values():
+    for members in by_groups.values():
         settings = [f"{name}={value!r}" for name, value in config.to_dict().items()]
-        mine = "\n".join([*settings, *(unit.agreement() for unit in members)])
-        texts: list[str] = [""] * members[0].world_size
-        dist.all_gather_object(texts, mine, group=members[0].group)
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                problems.append(_first_difference(texts[0], text, rank))
-                break
+        mine = "\n".join([*settings, *(comm.unit.agreement() for comm in members)])
+        problem = None
+        # With HSDP the second group passes on what the first has found: all ranks have to raise.
+        for group in _torch.data_parallel_groups(members[0].param_group):
+            found: list[tuple[str | None, str]] = [(None, "")] * group.size()
+            dist.all_gather_object(found, (problem, mine), group=group)
+            ranks = dist.get_process_group_ranks(group)
+            known = next((problem for problem, _ in found if problem), None)
+            problem = known or _difference([text for _, text in found], ranks)
+        if problem is not None:
+            problems.append(problem)
     # Raised only after all groups were asked, so that no rank waits for one that gave up.
     if problems:
         raise ValueError("LoCo needs equal settings on all ranks. " + " ".join(problems))
 
 
-def _first_difference(first: str, other: str, rank: int) -> str:
-    ours, theirs = first.splitlines(), other.splitlines()
-    for one, two in zip(ours, theirs, strict=False):
-        if one != two:
-            return f"Rank 0 of the group has {one} and rank {rank} has {two}."
-    return f"Rank 0 of the group has {len(ours)} settings and units, rank {rank} {len(theirs)}."
+def _difference(texts: Sequence[str], ranks: Sequence[int]) -> str | None:
+    """Say how some rank's text differs from the first one's; None if all are equal."""
+    ours = texts[0].splitlines()
+    for text, rank in zip(texts, ranks, strict=True):
+        theirs = text.splitlines()
+        for one, two in zip(ours, theirs, strict=False):
+            if one != two:
+                return f"Rank {ranks[0]} has {one} and rank {rank} has {two}."
+        if len(ours) != len(theirs):
+            counts = f"{len(ours)} settings and units, rank {rank} {len(theirs)}"
+            return f"Rank {ranks[0]} has {counts}."
+    return None
 
 
 def _install(comm: LoCoReduceScatter) -> list[Any]:
