@@ -104,6 +104,13 @@ def unsharded_parameter(param: Any) -> nn.Parameter | None:
     return getattr(param, "_unsharded_param", None)
 
 
+def holds_gradient(param: Any) -> bool:
+    """Tell whether an FSDP parameter has a gradient that is not reduced yet (2.9 to 2.14)."""
+    unsharded = unsharded_parameter(param)
+    fresh = unsharded is not None and unsharded.grad is not None
+    return fresh or param.unsharded_accumulated_grad is not None
+
+
 def reduces_unused(group: Any) -> bool:
     """Tell whether unused parameters are in the buffer as zeros (2.13 on; False before)."""
     return bool(getattr(group, "reduce_scatter_unused_params", False))

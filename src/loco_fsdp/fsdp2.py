@@ -54,9 +54,9 @@ class LoCoReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce; complete in stream order at return."""
-        trainable = {n for n, p in self._params.items() if p.sharded_param.requires_grad}
-        in_buffer = self._names_in_buffer(trainable, input_tensor.numel() // group.size())
         arrived, self._arrived = self._arrived, set()
+        trainable = {n for n, p in self._params.items() if p.sharded_param.requires_grad}
+        in_buffer = self._names_in_buffer(trainable, arrived, input_tensor.numel() // group.size())
         self.unit.reduce(
             output_tensor,
             input_tensor,
@@ -71,6 +71,8 @@ class LoCoReduceScatter:
 
     def watch(self, *_: Any) -> None:
         """Hook the unsharded parameters that exist by now; a module's forward pre-hook."""
+        # FSDP drops gradients without a reduction if it raises itself.
+        self._arrived = {n for n in self._arrived if _torch.holds_gradient(self._params[n])}
         for name, param in self._params.items():
             unsharded = _torch.unsharded_parameter(param)
             if unsharded is None or not unsharded.requires_grad:
@@ -90,18 +92,18 @@ class LoCoReduceScatter:
     def _note(self, name: str, _: Tensor) -> None:
         self._arrived.add(name)
 
-    def _names_in_buffer(self, trainable: set[str], row_numel: int) -> set[str]:
+    def _names_in_buffer(self, trainable: set[str], arrived: set[str], row_numel: int) -> set[str]:
         if _torch.reduces_unused(self.param_group):
-            return trainable
+            return trainable | arrived  # accumulated gradients of since frozen ones too
         # A parameter is not watched yet if forward did not run through the module's `__call__`.
         unwatched = {name for name in trainable if name not in self._watched}
-        for names in (self._arrived, self._arrived | unwatched):
+        for names in (arrived, arrived | unwatched):
             if sum(self.unit.parameters[name].row_numel for name in names) == row_numel:
-                return set(names)
+                return names
         raise RuntimeError(
             f"FSDP unit '{self.unit.name}': the gradient buffer has {row_numel} elements for each "
             f"rank, which fits no set of parameters seen in this backward: gradients arrived for "
-            f"{sorted(self._arrived)}. Run the unit through its module's forward."
+            f"{sorted(arrived)}. Run the unit through its module's forward."
         )
 
 
