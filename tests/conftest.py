@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
 from rank_pool import RankPool
 
 # No test asserts a time, so hypothesis must not either. Derandomised: CI sees what you see.

@@ -53,13 +53,17 @@ class RankPool:
         store.unlink(missing_ok=True)
         failures = [f"rank {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
         if any("no answer" in failure for failure in failures):
-            self.close()
+            self._end_workers()
         if failures:
             raise RankError("\n".join(failures))
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes of this pool."""
+        """End the pool: its processes and its files."""
+        self._end_workers()
+        self._folder.cleanup()
+
+    def _end_workers(self) -> None:
         for process, _ in self._workers:
             process.kill()
             process.join(10)

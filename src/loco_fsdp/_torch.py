@@ -131,3 +131,8 @@ def reduce_dtype(group: Any) -> torch.dtype:
     policy = group.mp_policy
     fallback = group.fsdp_params[0].sharded_param.dtype
     return cast(torch.dtype, policy.reduce_dtype or policy.param_dtype or fallback)
+
+
+def compute_device(group: Any) -> torch.device:
+    """Return the device that a parameter group computes and reduces on (2.9 to 2.14)."""
+    return cast(torch.device, group.device)

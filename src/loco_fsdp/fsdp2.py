@@ -63,7 +63,7 @@ class LoCoReduceScatter:
             op,
             trainable=trainable | in_buffer,
             in_buffer=in_buffer,
-            with_gradient=in_buffer & arrived if arrived else in_buffer,
+            with_gradient=in_buffer - (self._watched.keys() - arrived),
             compressed=self.handle.compressing,
             loss_scale=self.handle.loss_scale(),
         )
@@ -143,8 +143,7 @@ def attach(model: nn.Module, config: LoCoConfig | None = None) -> LoCoHandle:
             if _torch.reduce_scatter_comm(comm.param_group) is comm:
                 _torch.set_reduce_scatter_comm(comm.param_group, previous)
 
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    handle = LoCoHandle(config, [comm.unit for comm in comms], skipped, device, undo)
+    handle = LoCoHandle(config, [comm.unit for comm in comms], skipped, undo)
     for comm in comms:
         comm.handle = handle
         _torch.set_reduce_scatter_comm(comm.param_group, comm)
@@ -250,7 +249,14 @@ def _make_comm(
         )
     process_group = _torch.shard_group(group)
     assert process_group is not None  # `_why_skip` left those units out
-    unit = Unit(unit_name, described, process_group, config, _torch.reduce_dtype(group))
+    unit = Unit(
+        unit_name,
+        described,
+        process_group,
+        config,
+        reduce_dtype=_torch.reduce_dtype(group),
+        device=_torch.compute_device(group),
+    )
     return LoCoReduceScatter(unit, group, params)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-import torch
 from torch import Tensor
 
 from loco_fsdp.config import LoCoConfig
@@ -36,7 +35,6 @@ class LoCoHandle:
         config: LoCoConfig,
         units: Sequence[Unit],
         skipped: Sequence[SkippedUnit],
-        device: torch.device,
         undo: Callable[[], None],
     ) -> None:
         self.config = config
@@ -47,7 +45,6 @@ class LoCoHandle:
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """Returns the scale of the gradients now, a 0-d tensor, or None if they carry none."""
         self.attached = True
-        self._device = device
         self._undo = undo
         self._calls_at_last_step = 0
 
@@ -98,14 +95,14 @@ class LoCoHandle:
         before the first reduction. Raises ``KeyError`` for an unknown name and ``ValueError``
         for a parameter that is not compressed.
         """
-        return self._find(fqn).residual(fqn).to(self._device)
+        return self._find(fqn).residual(fqn)
 
     def load_residual(self, fqn: str, tensor: Tensor) -> None:
         """Set this rank's residual of one parameter; inverse of ``residual``.
 
         Raises as ``residual`` does, and ``ValueError`` on a wrong shape or non-finite values.
         """
-        self._find(fqn).load_residual(fqn, tensor, self._device)
+        self._find(fqn).load_residual(fqn, tensor)
 
     def memory_bytes(self) -> int:
         """Bytes of residual that this rank holds once training has begun.

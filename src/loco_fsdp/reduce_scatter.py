@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def exchange(
     world_size, device = rows.shape[0], rows.device
     # Zeros: padding between the parts must not carry old memory over the network.
     payload = torch.zeros(world_size, layout.row_bytes, dtype=torch.uint8, device=device)
-    header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8).to(device)
+    header = _header_on(layout.header, device)
     payload[:, :HEADER_BYTES] = header
     for index, segment in enumerate(layout.segments):
         if segment.start is None:
@@ -145,6 +146,12 @@ def raise_mismatch(unit: str, layout: PayloadLayout, group: dist.ProcessGroup | 
         "model.set_reduce_scatter_unused_params(True) (torch 2.13 or later), or shard them as "
         "units of their own that every rank runs."
     )
+
+
+@lru_cache(maxsize=4096)
+def _header_on(header: bytes, device: torch.device) -> Tensor:
+    # Kept: copying it from pageable memory in each call would stall a GPU's stream.
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
 
 
 def _check_tensors(output: Tensor, source: Tensor, world_size: int) -> None:

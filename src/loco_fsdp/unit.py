@@ -35,7 +35,9 @@ class Unit:
         parameters: Sequence[UnitParameter],
         group: dist.ProcessGroup,
         config: LoCoConfig,
+        *,
         reduce_dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.name = name
         self.parameters = {parameter.name: parameter for parameter in parameters}
@@ -45,6 +47,7 @@ class Unit:
         self.exempt = exemptions(parameters, config, self.world_size)
         self.calls = 0
         self._reduce_dtype = reduce_dtype
+        self._device = device
         self._residuals = {
             name: ResidualState(config)
             for name in self.parameters
@@ -90,7 +93,7 @@ class Unit:
             layout = self._layout(trainable, in_buffer, buffer.dtype, compressed)
             rows = self._rows(buffer, layout)
             residuals = {n: r for n, r in self._residuals.items() if n in with_gradient}
-            stats = self._new_stats(buffer.device)
+            stats = self._new_stats()
             factor = reduce_factor(op, self.world_size)
             mismatch = exchange(
                 output, rows, layout, residuals, self.group, factor, stats, loss_scale
@@ -102,6 +105,7 @@ class Unit:
         except BaseException as error:
             # The residual may have moved on while the gradient never arrived.
             self._broken = f"{type(error).__name__}: {error}"
+            error.add_note(f"This happened in the reduction of FSDP unit '{self.name}'.")
             raise
         self._count(layout, stats)
 
@@ -130,17 +134,17 @@ class Unit:
         self._require_sound()
         parameter, state = self.parameters[name], self._state(name)
         if state.shape is None:
-            return torch.zeros(parameter.shape)
+            return torch.zeros(parameter.shape, device=self._device)
         return rows_to_full(state.dense(), parameter)
 
-    def load_residual(self, name: str, values: Tensor, device: torch.device) -> None:
+    def load_residual(self, name: str, values: Tensor) -> None:
         """Set this rank's residual of one parameter from its full shape."""
         parameter, state = self.parameters[name], self._state(name)
         if tuple(values.shape) != parameter.shape:
             raise ValueError(
                 f"residual of '{name}' has shape {tuple(values.shape)}: wanted {parameter.shape}."
             )
-        state.load_dense(full_to_rows(values.to(device), parameter, self.world_size))
+        state.load_dense(full_to_rows(values.to(self._device), parameter, self.world_size))
 
     def planned_bytes(self) -> int:
         """Bytes that the residuals of this unit hold on this rank, once allocated."""
@@ -214,12 +218,12 @@ class Unit:
             )
         return buffer.view(self.world_size, -1)
 
-    def _new_stats(self, device: torch.device) -> CallStats:
+    def _new_stats(self) -> CallStats:
         if self._nonfinite is None:
-            self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+            self._nonfinite = torch.zeros((), dtype=torch.int64, device=self._device)
         if not self.config.error_stats:
             return CallStats(self._nonfinite)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return CallStats(self._nonfinite, squared_error=zero, squared_norm=zero.clone())
 
     def _keep_mismatch(self, flag: Tensor, layout: PayloadLayout) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankPool
 from torch import Tensor
 
 from loco_fsdp import LoCoConfig, ResidualState, compressed_reduce_scatter, reference
+from rank_pool import RankPool
 
 SIZES = (1, 15, 16, 129, 130 * 7, 2305, 50257 * 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
