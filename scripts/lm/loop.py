@@ -117,7 +117,7 @@ class Trainer:
         if not isinstance(self.optimizer, LoCoOptimizer):
             return self.reduction_bytes
         before = self.bytes_counted
-        self.bytes_counted = sum(unit.bytes_sent for unit in self.optimizer.loco.stats())
+        self.bytes_counted = self.optimizer.loco.bytes_sent
         return self.bytes_counted - before
 
     def _tokens_per_step(self) -> int:

@@ -111,6 +111,11 @@ class LoCoHandle:
         """
         return sum(unit.planned_bytes() for unit in self.units)
 
+    @property
+    def bytes_sent(self) -> int:
+        """Gradient bytes that left this rank since LoCo was attached; waits for nothing."""
+        return sum(unit.bytes_sent for unit in self.units)
+
     def stats(self) -> list[CommStats]:
         """Figures of each unit since it was attached; waits for the device."""
         return [unit.stats() for unit in self.units]

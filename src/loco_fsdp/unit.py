@@ -56,7 +56,7 @@ class Unit:
         self._layouts: dict[Any, PayloadLayout] = {}
         self._broken: str | None = None
         self._mismatch: tuple[Tensor, PayloadLayout] | None = None
-        self._bytes_sent = self._elements_sent = 0
+        self.bytes_sent = self._elements_sent = 0
         self._nonfinite: Tensor | None = None
         self._last_call: CallStats | None = None
 
@@ -160,7 +160,7 @@ class Unit:
         return CommStats(
             unit=self.name,
             calls=self.calls,
-            bytes_sent=self._bytes_sent,
+            bytes_sent=self.bytes_sent,
             bytes_bf16=2 * self._elements_sent,
             bytes_fp32=4 * self._elements_sent,
             relative_error=None if self._last_call is None else self._last_call.relative_error(),
@@ -235,7 +235,7 @@ class Unit:
     def _count(self, layout: PayloadLayout, stats: CallStats) -> None:
         peers = self.world_size - 1
         self.calls += 1
-        self._bytes_sent += peers * layout.row_bytes
+        self.bytes_sent += peers * layout.row_bytes
         self._elements_sent += peers * layout.row_numel
         self._last_call = stats
 
