@@ -191,8 +191,8 @@ def ask_for_wrong_names() -> None:
     handle = attach(model, LoCoConfig(min_numel=0, skip=("head.*",)))
     zeros = torch.zeros(4, 4)
     for use in (handle.residual, lambda name: handle.load_residual(name, zeros)):
-        with pytest.raises(KeyError, match=r"block\.wight.*block\.weight"):
-            use("block.wight")
+        with pytest.raises(KeyError, match=r"block\.weights.*block\.weight"):
+            use("block.weights")
         with pytest.raises(ValueError, match="1-D"):
             use("block.bias")
         with pytest.raises(ValueError, match=r"skip 'head\.\*'"):
