@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -162,6 +163,37 @@ def test_closure(ranks: RankPool, late: bool) -> None:
         assert one[:2] == other[:2]
         assert other[1] == 4
         assert same(one[2], other[2])
+
+
+def mismatch_run(in_closure: bool) -> bool:
+    """Does a step leave the weights alone if the check of its gradients fails?
+
+    On GPUs a reduction only sets a flag; ``check`` reads it. Here it fails once gradients are
+    there.
+    """
+    model = shard(plain_net())
+    optimizer = LoCoOptimizer(SGD(model.parameters(), lr=0.1), model, TINY)
+    before = parameters(model)
+    with patch.object(optimizer.loco, "check") as check:
+
+        def closure() -> float:
+            loss = loss_of(model, 0)
+            loss.backward()
+            check.side_effect = RuntimeError("different layouts")
+            return float(loss.detach())
+
+        with pytest.raises(RuntimeError, match="different layouts"):
+            if in_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return same(parameters(model), before)
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_bad_gradients_are_not_used(ranks: RankPool, in_closure: bool) -> None:
+    assert ranks.run(mismatch_run, 2, in_closure) == [True, True]
 
 
 def sgd(params: Any) -> Optimizer:
