@@ -261,19 +261,16 @@ def _make_comm(
 
 
 def _detach_earlier(comms: Sequence[LoCoReduceScatter]) -> None:
-    earlier = {
-        id(comm.handle): comm.handle
-        for comm in (_torch.reduce_scatter_comm(new.param_group) for new in comms)
-        if isinstance(comm, LoCoReduceScatter)
-    }
-    names = {name for comm in comms for name in comm.unit.parameters}
-    for handle in earlier.values():
-        # Names are relative to the model that was attached, so units are counted, not named.
-        if sum(len(unit.parameters) for unit in handle.units) > len(names):
-            raise ValueError(
-                "Some of these FSDP units are compressed already, by a handle on a larger model: "
-                "call its detach() first."
-            )
+    current = (_torch.reduce_scatter_comm(comm.param_group) for comm in comms)
+    earlier = [comm for comm in current if isinstance(comm, LoCoReduceScatter)]
+    replaced = {id(comm.unit) for comm in earlier}
+    handles = {id(comm.handle): comm.handle for comm in earlier}.values()
+    if any(id(unit) not in replaced for handle in handles for unit in handle.units):
+        raise ValueError(
+            "Some of these FSDP units are compressed already, by a handle on a larger model: "
+            "call its detach() first."
+        )
+    for handle in handles:
         handle.detach()
 
 
