@@ -209,9 +209,7 @@ def _plan(
         groups = _torch.param_groups(state)
         reason = _why_skip(groups)
         if reason is not None:
-            params = [param for group in groups for param in group.fsdp_params]
-            numel = sum(_torch.unsharded_shape(param).numel() for param in params)
-            skipped.append(SkippedUnit(unit_name, reason, len(params), numel))
+            skipped.append(_skip(unit_name, reason, groups))
             continue
         comms.append(_make_comm(unit_name, groups[0], prefixes, config))
     return comms, skipped
@@ -223,6 +221,18 @@ def _why_skip(groups: Sequence[Any]) -> str | None:
     if _torch.shard_group(groups[0]) is None:
         return "it is replicated, not sharded, so it has no reduce-scatter"
     return None
+
+
+def _skip(unit_name: str, reason: str, groups: Sequence[Any]) -> SkippedUnit:
+    params = [param for group in groups for param in group.fsdp_params]
+    numel = sum(_torch.unsharded_shape(param).numel() for param in params)
+    num_bytes = 0
+    for group in groups:
+        process_group = _torch.shard_group(group)
+        peers = 0 if process_group is None else process_group.size() - 1
+        row_numel = sum(_torch.padded_shard_shape(param).numel() for param in group.fsdp_params)
+        num_bytes += peers * row_numel * _torch.reduce_dtype(group).itemsize
+    return SkippedUnit(unit_name, reason, len(params), numel, num_bytes)
 
 
 def _make_comm(

@@ -21,6 +21,8 @@ class SkippedUnit:
     reason: str
     parameters: int
     elements: int
+    num_bytes: int
+    """Sent by this rank in one reduction, in the unit's reduce dtype."""
 
 
 class LoCoHandle:
@@ -129,8 +131,8 @@ class LoCoHandle:
                 parameters=unit.parameters,
                 elements=unit.elements,
                 compressed=f"no: {unit.reason}",
-                bytes_before=0,
-                bytes_after=0,
+                bytes_before=unit.num_bytes,
+                bytes_after=unit.num_bytes,
                 residual_bytes=0,
             )
             for unit in self.skipped

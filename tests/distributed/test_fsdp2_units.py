@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unittest
 from collections import Counter
 from collections.abc import Mapping
@@ -162,6 +163,9 @@ def test_unit_with_several_parameter_groups(ranks: RankPool) -> None:
     assert "FSDP unit 'a' is not compressed: it has 2 parameter groups" in logs[0]
     [row] = [line for line in table.splitlines() if line.startswith("a ")]
     assert "no: it has 2 parameter groups" in row
+    before, after, residual = re.split(r"\s{2,}", row)[4:]
+    assert before == after != "0 B", "the totals count what is not compressed"
+    assert residual == "0 B"
 
 
 def train_with_replicate() -> tuple[list[str], list[str]]:
