@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -93,7 +94,7 @@ def check(
 )
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5])
 def test_equals_definition(ranks: RankPool, world_size: int, policy: MixedPrecisionPolicy) -> None:
-    """Field cases 1, 2 and 3: odd world sizes, odd counts per rank, no multiple of 8."""
+    """Field cases 1, 2 and 3 and more: odd world sizes, odd counts, no multiple of 8."""
     check(ranks.run(train, world_size, SHAPES, CONFIG, policy), SHAPES, CONFIG, policy)
 
 
@@ -115,3 +116,50 @@ def test_equals_definition_in_other_settings(ranks: RankPool, config: LoCoConfig
 def test_equals_definition_for_a_large_odd_parameter(ranks: RankPool) -> None:
     shapes, policy = {"table": (50257, 3)}, MixedPrecisionPolicy()
     check(ranks.run(train, 3, shapes, TINY, policy), shapes, TINY, policy)
+
+
+def run_smallest_cases() -> dict[str, Tensor]:
+    """This rank's gradient and residual of one parameter of a field case."""
+    shapes = {2: (5, 3), 3: (7, 5), 4: (2305, 1)}
+    shape = shapes[dist.get_world_size()]
+    dtype = BF16 if shape == (7, 5) else FP32
+    model = shard(Probe({"w": shape}, dtype))
+    handle = attach(model, TINY)
+    model(gradients({"w": shape}, 0)).backward()
+    return {"gradient": local_gradients(model)["w"], "residual": handle.residual("w")}
+
+
+def test_odd_element_counts(ranks: RankPool) -> None:
+    """Field case 2: (5, 3) over 2 ranks, 9 elements each: both sides of the border are right."""
+    results = ranks.run(run_smallest_cases, 2)
+    assert [result["gradient"].shape for result in results] == [(3, 3), (2, 3)]
+    mean = (gradients({"w": (5, 3)}, 0, 0)["w"] + gradients({"w": (5, 3)}, 0, 1)["w"]) / 2
+    step = max(gradients({"w": (5, 3)}, 0, r)["w"].abs().max() for r in range(2)) / 8
+    for found, expected in (
+        (results[0]["gradient"][2, 2], mean[2, 2]),
+        (results[1]["gradient"][0, 0], mean[3, 0]),
+    ):
+        assert abs(found - expected) <= step
+
+
+def test_odd_world_size(ranks: RankPool) -> None:
+    """Field case 1: bfloat16 (7, 5) over 3 ranks, which get 3, 3 and 1 rows."""
+    results = ranks.run(run_smallest_cases, 3)
+    assert [result["gradient"].shape for result in results] == [(3, 5), (3, 5), (1, 5)]
+    given = [gradients({"w": (7, 5)}, 0, r)["w"].bfloat16() for r in range(3)]
+    expected = Definition(3).reduce(given)
+    for result, shares in zip(results, expected, strict=True):
+        assert result["gradient"].dtype == BF16
+        assert torch.equal(result["gradient"], shares)
+
+
+def test_no_padding_by_hand(ranks: RankPool) -> None:
+    """Field case 3: (2305, 1) over 4 ranks: 577, 577, 577 and 574 rows, and no pads anywhere."""
+    results = ranks.run(run_smallest_cases, 4)
+    rows = [result["gradient"].shape[0] for result in results]
+    assert rows == [577, 577, 577, 574]
+    definition = Definition(4)
+    definition.reduce([gradients({"w": (2305, 1)}, 0, r)["w"] for r in range(4)])
+    for rank, (result, state) in enumerate(zip(results, definition.states, strict=True)):
+        assert torch.equal(result["residual"], definition.residual(rank, (2305, 1)))
+        assert not state.dense()[3, 574:].any()
