@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed.models import (
     TINY,
@@ -213,3 +215,45 @@ def defer_the_all_reduce() -> None:
 def test_deferred_all_reduce(ranks: RankPool) -> None:
     """Field case 27: earlier micro-batches are in the all-reduce; both calls moved the residual."""
     ranks.run(defer_the_all_reduce, 4)
+
+
+class TwoLayers(nn.Module):
+    """Split over the ranks of a tensor-parallel group: by columns, then by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.relu(self.up(x))).square().sum()
+        return result
+
+
+def shard_beside_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    plain, split = TwoLayers(), TwoLayers()
+    parallelize_module(split, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = shard(split, mesh=mesh["dp"])
+    handle = attach(model, TINY)
+    loss = model(gradient("x", (4, 6), dp, 0))
+    if tp == 1:
+        time.sleep(1)  # the other pair must not wait for this one
+    loss.backward()
+    wanted: dict[str, list[Tensor]] = {"up.weight": [], "down.weight": []}
+    for rank in range(2):
+        plain.zero_grad()
+        plain(gradient("x", (4, 6), rank, 0)).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            own = parameter.grad.chunk(2, 0 if name == "up.weight" else 1)[tp]
+            wanted[name].append(own.clone())
+    for name, fulls in wanted.items():
+        assert torch.equal(local_gradients(model)[name], Definition(2).reduce(fulls)[dp])
+        assert handle.residual(name).shape == fulls[0].shape
+
+
+def test_beside_tensor_parallel(ranks: RankPool) -> None:
+    """Field case 11: only the shard group is used, on each tensor-parallel rank's part."""
+    ranks.run(shard_beside_tensor_parallel, 4)
