@@ -23,6 +23,7 @@ from distributed.models import (
     residuals,
     same,
     shard,
+    shard_probes,
     uncompressed,
 )
 from loco_fsdp import LoCoConfig, attach
@@ -76,6 +77,22 @@ def test_ranks_with_other_parameters(ranks: RankPool, used: list[str]) -> None:
         for text in (second, reading):
             assert "FSDP unit 'root' is broken" in text
             assert "reset()" in text
+
+
+def run_in_other_order() -> str:
+    shapes = {"a.w": (8, 8), "b.w": (8, 8)}
+    model = shard_probes(Chain({"a": {"w": (8, 8)}, "b": {"w": (8, 8)}}))
+    attach(model, TINY)
+    with pytest.raises(RuntimeError, match="different layouts") as caught:
+        model(gradients(shapes, 0), "ab" if dist.get_rank() == 0 else "ba").backward()
+    return str(caught.value)
+
+
+def test_ranks_with_another_order_of_units(ranks: RankPool) -> None:
+    """Equal sizes again, so that FSDP itself would mix the two."""
+    for text in ranks.run(run_in_other_order, 2):
+        assert "a.w: 32 codes" in text
+        assert "b.w: 32 codes" in text
 
 
 def use_other_experts_with_zeros() -> None:
