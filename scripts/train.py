@@ -28,7 +28,11 @@ def main() -> None:
     """Train as the command line says."""
     settings = read_settings()
     with joined_world(settings) as world:
-        build_run(settings, world).complete()
+        try:
+            run = build_run(settings, world)
+        except ValueError as error:
+            raise SystemExit(f"Bad setting. {error}") from error
+        run.complete()
 
 
 if __name__ == "__main__":

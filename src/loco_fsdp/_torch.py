@@ -5,7 +5,7 @@ Each function says on which versions its names were checked (by running, or by r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,3 +136,37 @@ def reduce_dtype(group: Any) -> torch.dtype:
 def compute_device(group: Any) -> torch.device:
     """Return the device that a parameter group computes and reduces on (2.9 to 2.14)."""
     return cast(torch.device, group.device)
+
+
+def is_default_reduce_scatter(comm: Any) -> bool:
+    """Tell whether a reduce-scatter object is one that FSDP itself has set (2.9 to 2.14)."""
+    return type(comm).__module__.startswith("torch.distributed.fsdp")
+
+
+def after_unshard(group: Any, callback: Callable[[], None]) -> Callable[[], None]:
+    """Run ``callback`` whenever a group's unsharded parameters have been made ready.
+
+    Returns a function that undoes it. There is no public place for it: module hooks miss methods
+    given to ``register_fsdp_forward_method``. ``wait_for_unshard`` is called before every forward
+    and backward of a group, outside of compiled code (run on 2.13, read for 2.9 to 2.14).
+    """
+    wait = group.wait_for_unshard
+
+    def wait_and_tell() -> None:
+        wait()
+        callback()
+
+    def undo() -> None:
+        del group.wait_for_unshard  # the class's own shows again
+
+    group.wait_for_unshard = wait_and_tell
+    return undo
+
+
+def reset_iteration(model: nn.Module) -> None:
+    """Make the FSDP roots below ``model`` forget a failed backward (2.13 on; nothing before)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and getattr(fsdp_state(module), "_is_root", False):
+            reset = getattr(module, "reset_iter_state", None)
+            if reset is not None:
+                reset()

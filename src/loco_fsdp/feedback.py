@@ -55,6 +55,7 @@ class ResidualState:
         self.config = config or LoCoConfig()
         self._data: Tensor | None = None
         self._steps: Tensor | None = None
+        self._broken: str | None = None
         self._codec = RESIDUAL_CODECS[self.config.scale](self.config)
 
     @property
@@ -74,6 +75,18 @@ class ResidualState:
         has_steps = config.residual_dtype == "int8" and config.scale == "block"
         steps = -(-numel // config.block_size) if has_steps else 0
         return rows * (numel * _DTYPES[config.residual_dtype].itemsize + 2 * steps)
+
+    def mark_broken(self, reason: str) -> None:
+        """Refuse use until ``reset`` or ``load_dense``: an exchange failed half way."""
+        self._broken = reason
+
+    def require_sound(self) -> None:
+        """Raise ``RuntimeError`` if it is marked broken."""
+        if self._broken is not None:
+            raise RuntimeError(
+                f"This residual is broken since an exchange failed ({self._broken}): it may be "
+                "half updated. Call its reset() on every rank, or load_dense() what you have saved."
+            )
 
     def allocate(self, rows: int, numel: int, device: torch.device) -> None:
         """Hold zeros of ``[rows, numel]``; does nothing if that is what it holds.
@@ -134,6 +147,7 @@ class ResidualState:
             raise ValueError("The residual to load holds NaN or infinite values (as float32).")
         if self.config.feedback == "none":
             raise ValueError('feedback="none" keeps no residual, so none can be loaded.')
+        self._broken = None
         self.allocate(values.shape[0], values.shape[1], values.device)
         blocks = -(-values.shape[1] // self.config.block_size)
         values = values.to(self._require_data().device)
@@ -147,7 +161,8 @@ class ResidualState:
         return float(sum(float(row.double().square().sum()) for row in rows) ** 0.5)
 
     def reset(self) -> None:
-        """Forget: every value becomes 0; the memory stays."""
+        """Forget: every value becomes 0; the memory stays. A broken residual is whole again."""
+        self._broken = None
         for tensor in (self._data, self._steps):
             if tensor is not None:
                 tensor.zero_()

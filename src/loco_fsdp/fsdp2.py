@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
+from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp import _torch
 from loco_fsdp.config import LoCoConfig
+from loco_fsdp.fsdp2_reduce import LoCoReduceScatter
 from loco_fsdp.handle import LoCoHandle, SkippedUnit
 from loco_fsdp.layout import UnitParameter
 from loco_fsdp.unit import Unit
@@ -23,88 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Wrappers put these into module names; state dicts leave them out, and so do residual keys.
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-class LoCoReduceScatter:
-    """What FSDP calls in place of its reduce-scatter: the duck type of ``ReduceScatter``.
-
-    FSDP's buffer holds just the parameters that got a gradient and does not say which. So every
-    unsharded parameter gets a hook that notes its name when autograd adds to its gradient.
-    """
-
-    def __init__(self, unit: Unit, param_group: Any, params: dict[str, Any]) -> None:
-        self.unit = unit
-        self.handle: LoCoHandle  # set by `attach`: the handle holds the unit, the unit is here
-        self.param_group = param_group
-        self._params = params
-        self._arrived: set[str] = set()
-        self._watched: dict[str, tuple[nn.Parameter, Any]] = {}
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate as FSDP's default does; called for the input and for the output."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce; complete in stream order at return."""
-        arrived, self._arrived = self._arrived, set()
-        trainable = {n for n, p in self._params.items() if p.sharded_param.requires_grad}
-        in_buffer = self._names_in_buffer(trainable, arrived, input_tensor.numel() // group.size())
-        self.unit.reduce(
-            output_tensor,
-            input_tensor,
-            op,
-            trainable=trainable | in_buffer,
-            in_buffer=in_buffer,
-            with_gradient=in_buffer - (self._watched.keys() - arrived),
-            compressed=self.handle.compressing,
-            loss_scale=self.handle.loss_scale(),
-        )
-        self.watch()
-
-    def watch(self, *_: Any) -> None:
-        """Hook the unsharded parameters that exist by now; a module's forward pre-hook."""
-        # FSDP drops gradients without a reduction if it raises itself.
-        self._arrived = {n for n in self._arrived if _torch.holds_gradient(self._params[n])}
-        for name, param in self._params.items():
-            unsharded = _torch.unsharded_parameter(param)
-            if unsharded is None or not unsharded.requires_grad:
-                continue
-            known = self._watched.get(name)
-            if known is not None and known[0] is unsharded:
-                continue
-            note = partial(self._note, name)
-            self._watched[name] = (unsharded, unsharded.register_post_accumulate_grad_hook(note))
-
-    def unwatch(self) -> None:
-        """Remove the hooks from the unsharded parameters."""
-        for _, hook in self._watched.values():
-            hook.remove()
-        self._watched.clear()
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self._arrived.add(name)
-
-    def _names_in_buffer(self, trainable: set[str], arrived: set[str], row_numel: int) -> set[str]:
-        if _torch.reduces_unused(self.param_group):
-            return trainable | arrived  # accumulated gradients of since frozen ones too
-        # A parameter is not watched yet if forward did not run through the module's `__call__`.
-        unwatched = {name for name in trainable if name not in self._watched}
-        for names in (arrived, arrived | unwatched):
-            if sum(self.unit.parameters[name].row_numel for name in names) == row_numel:
-                return names
-        raise RuntimeError(
-            f"FSDP unit '{self.unit.name}': the gradient buffer has {row_numel} elements for each "
-            f"rank, which fits no set of parameters seen in this backward: gradients arrived for "
-            f"{sorted(arrived)}. Run the unit through its module's forward."
-        )
 
 
 def attach(model: nn.Module, config: LoCoConfig | None = None) -> LoCoHandle:
@@ -132,26 +50,70 @@ def attach(model: nn.Module, config: LoCoConfig | None = None) -> LoCoHandle:
     comms, skipped = _plan(model, states, config)
     _compare_ranks(config, comms)
     _detach_earlier(comms)
-    hooks = [hook for comm in comms for hook in _install(comm)]
-    before = [(comm, _torch.reduce_scatter_comm(comm.param_group)) for comm in comms]
+    handle = LoCoHandle(
+        config, [comm.unit for comm in comms], skipped, FSDP2Installation(model, comms)
+    )
+    for comm in comms:
+        comm.handle = handle
+    for message in _worth_knowing(handle):
+        logger.warning(message)
+    logger.info("LoCo attached:\n%s", handle.describe())
+    return handle
 
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-        for comm, previous in before:
+
+class FSDP2Installation:
+    """LoCo's reduce-scatters in their FSDP units; see ``handle.Installation``."""
+
+    def __init__(self, model: nn.Module, comms: Sequence[LoCoReduceScatter]) -> None:
+        self._model = model
+        self._before = [(comm, _torch.reduce_scatter_comm(comm.param_group)) for comm in comms]
+        for comm, previous in self._before:
+            if not _torch.is_default_reduce_scatter(previous):
+                logger.warning(
+                    "FSDP unit '%s': LoCo takes the place of its custom reduce-scatter %s.",
+                    comm.unit.name,
+                    type(previous).__name__,
+                )
+            _torch.set_reduce_scatter_comm(comm.param_group, comm)
+        self._unshard_hooks = [_torch.after_unshard(c.param_group, c.watch) for c in comms]
+        for comm in comms:
+            comm.watch()  # inside the root's forward its parameters are there already
+
+    def undo(self) -> None:
+        """Give FSDP what it had before."""
+        for remove in self._unshard_hooks:
+            remove()
+        for comm, previous in self._before:
             comm.unwatch()
             if _torch.reduce_scatter_comm(comm.param_group) is comm:
                 _torch.set_reduce_scatter_comm(comm.param_group, previous)
 
-    handle = LoCoHandle(config, [comm.unit for comm in comms], skipped, undo)
-    for comm in comms:
-        comm.handle = handle
-        _torch.set_reduce_scatter_comm(comm.param_group, comm)
-        comm.watch()  # if this is inside the root's forward, its pre-hooks have run already
-    for unit in skipped:
-        logger.warning("FSDP unit '%s' is not compressed: %s.", unit.name, unit.reason)
-    logger.info("LoCo attached:\n%s", handle.describe())
-    return handle
+    def replaced(self) -> list[str]:
+        """Names of the units whose reduce-scatter is not LoCo's any more."""
+        comms = [comm for comm, _ in self._before]
+        return [c.unit.name for c in comms if _torch.reduce_scatter_comm(c.param_group) is not c]
+
+    def recover(self) -> None:
+        """Reset FSDP's state of a backward that failed."""
+        for comm, _ in self._before:
+            comm.forget_arrived()
+        _torch.reset_iteration(self._model)
+
+
+def _worth_knowing(handle: LoCoHandle) -> list[str]:
+    """Sentences about wishes that were not followed as the user may have thought."""
+    messages = [
+        f"FSDP unit '{unit.name}' is not compressed: {unit.reason}." for unit in handle.skipped
+    ]
+    units = [unit for unit in handle.units if unit.world_size > 1]
+    names = [name for unit in units for name in unit.parameters]
+    for pattern in handle.config.skip:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            messages.append(f"LoCo: skip={pattern!r} matches no parameter, e.g. not '{names[0]}'.")
+    if units and all(len(unit.exempt) == len(unit.parameters) for unit in units):
+        reasons = sorted({reason for unit in units for reason in unit.exempt.values()})
+        messages.append(f"LoCo compresses nothing in this model: {', '.join(reasons)}.")
+    return messages
 
 
 def fsdp_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -281,6 +243,10 @@ def _detach_earlier(comms: Sequence[LoCoReduceScatter]) -> None:
             "call its detach() first."
         )
     for handle in handles:
+        logger.warning(
+            "These FSDP units had LoCo attached already: the earlier handle is detached, and with "
+            "it go its settings and residuals. Wrap one of several optimizers, not each."
+        )
         handle.detach()
 
 
@@ -292,7 +258,7 @@ def _compare_ranks(config: LoCoConfig, comms: Sequence[LoCoReduceScatter]) -> No
     problems = []
     for members in by_groups.values():
         settings = [f"{name}={value!r}" for name, value in config.to_dict().items()]
-        mine = "\n".join([*settings, *(comm.unit.agreement() for comm in members)])
+        mine = "\n".join([*settings, *(comm.agreement() for comm in members)])
         problem = None
         # With HSDP the second group passes on what the first has found: all ranks have to raise.
         for group in _torch.data_parallel_groups(members[0].param_group):
@@ -320,12 +286,6 @@ def _difference(texts: Sequence[str], ranks: Sequence[int]) -> str | None:
             counts = f"{len(ours)} settings and units, rank {rank} {len(theirs)}"
             return f"Rank {ranks[0]} has {counts}."
     return None
-
-
-def _install(comm: LoCoReduceScatter) -> list[Any]:
-    # Python hooks are not traceable: the compiler has to leave this one alone.
-    watch = torch.compiler.disable(comm.watch)
-    return [module.register_forward_pre_hook(watch) for module in comm.param_group.modules]
 
 
 def _no_units(model: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Protocol
 
 from torch import Tensor
 
@@ -25,6 +26,19 @@ class SkippedUnit:
     """Sent by this rank in one reduction, in the unit's reduce dtype."""
 
 
+class Installation(Protocol):
+    """What an adapter has put into the framework."""
+
+    def undo(self) -> None:
+        """Give the framework its plain collectives back."""
+
+    def replaced(self) -> list[str]:
+        """Names of the units that someone else has given another collective since."""
+
+    def recover(self) -> None:
+        """Make the framework forget a backward that an exception has ended."""
+
+
 class LoCoHandle:
     """What ``attach`` returns: figures, residuals, and the way back.
 
@@ -37,7 +51,7 @@ class LoCoHandle:
         config: LoCoConfig,
         units: Sequence[Unit],
         skipped: Sequence[SkippedUnit],
-        undo: Callable[[], None],
+        installation: Installation,
     ) -> None:
         self.config = config
         self.units = tuple(units)
@@ -47,7 +61,7 @@ class LoCoHandle:
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """Returns the scale of the gradients now, a 0-d tensor, or None if they carry none."""
         self.attached = True
-        self._undo = undo
+        self._installation = installation
         self._calls_at_last_step = 0
 
     @property
@@ -56,12 +70,20 @@ class LoCoHandle:
         return self.steps >= self.config.warmup_steps
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` if ranks sent different layouts since the last check.
+        """Raise ``RuntimeError`` if the gradients are not what a step should use.
 
-        On GPUs this is where it is found out, so it belongs before the optimizer's step.
+        That is if a unit is broken, if ranks sent different layouts (on GPUs this is where it is
+        found out), or if a unit is not compressed any more. It belongs before the step.
         """
         for unit in self.units:
             unit.check()
+        replaced = self._installation.replaced() if self.attached else []
+        if replaced:
+            raise RuntimeError(
+                f"FSDP unit {', '.join(map(repr, replaced))}: another reduce-scatter was set after "
+                "LoCo was attached, so its gradients are not compressed. Attach LoCo after it, or "
+                "call detach() to do without."
+            )
 
     def step(self) -> None:
         """Count one optimizer step, and reset the residuals when it is time.
@@ -83,10 +105,16 @@ class LoCoHandle:
         """Give FSDP its plain collective back, bit for bit; the residuals stay readable."""
         if self.attached:
             self.attached = False
-            self._undo()
+            self._installation.undo()
 
     def reset(self) -> None:
-        """Set all residuals to 0; broken units are whole again. Call it on every rank."""
+        """Set all residuals to 0; broken units are whole again. Call it on every rank.
+
+        After a failed backward it also makes FSDP forget that one, as
+        ``model.reset_iter_state()`` does (torch 2.13 or later; restart the job before).
+        """
+        if any(unit.is_broken for unit in self.units):
+            self._installation.recover()
         for unit in self.units:
             unit.reset()
 

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -247,7 +247,10 @@ def _build(
 
 def _check_arguments(optimizer: Any, model: Any, config: Any, grad_scaler: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer={optimizer!r}: wanted a torch.optim.Optimizer or its class.")
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer or its "
+            "class."
+        )
     if isinstance(optimizer, LoCoOptimizer):
         raise ValueError("optimizer is a LoCoOptimizer already: wrap the inner one.")
     for name, value, kind in (
@@ -256,4 +259,6 @@ def _check_arguments(optimizer: Any, model: Any, config: Any, grad_scaler: Any) 
         ("grad_scaler", grad_scaler, torch.amp.GradScaler),
     ):
         if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name}={cast(object, value)!r}: wanted a {kind.__name__} or None.")
+            raise ValueError(
+                f"{name} is a {type(value).__name__}: wanted a {kind.__name__} or None."
+            )

@@ -48,13 +48,16 @@ def compressed_reduce_scatter(
     Raises:
         ValueError: sizes that do not fit, a dtype or an op that is not supported, or a state
             made with another config. Nothing has been sent then.
-        RuntimeError: the ranks use different settings or sizes of block.
+        RuntimeError: the ranks use different settings, or the state is broken since an exchange
+            failed. Ranks that give tensors of different sizes fail as in any other collective.
 
     """
     config = config or (state.config if state is not None else LoCoConfig())
     world_size = dist.get_world_size(group)
-    factor = reduce_factor(op, world_size)
     _check_tensors(output, input, world_size)
+    factor = reduce_factor(op, world_size)
+    if state is not None:
+        state.require_sound()
     if state is not None and state.config != config:
         raise ValueError(f"state was made with {state.config}, this call uses {config}.")
     if world_size == 1:
@@ -67,9 +70,14 @@ def compressed_reduce_scatter(
     use_state = state is not None and config.feedback != "none"
     residuals = {"": state} if use_state and state is not None else {}
     stats = CallStats(torch.zeros((), dtype=torch.int64, device=input.device))
-    mismatch = exchange(result.view(-1), rows, layout, residuals, group, factor, stats)
-    if mismatch:
-        raise_mismatch("compressed_reduce_scatter", layout, group)
+    try:
+        mismatch = exchange(result.view(-1), rows, layout, residuals, group, factor, stats)
+        if mismatch:
+            raise_mismatch("compressed_reduce_scatter", layout, group)
+    except BaseException as error:
+        if state is not None:  # it may have moved on while the gradient never arrived
+            state.mark_broken(f"{type(error).__name__}: {error}")
+        raise
     if result is not output:
         output.copy_(result)
 
@@ -155,7 +163,12 @@ def _header_on(header: bytes, device: torch.device) -> Tensor:
 
 
 def _check_tensors(output: Tensor, source: Tensor, world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError("group: this rank is not a member of it.")
     for name, tensor in (("output", output), ("input", source)):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise ValueError(f"{name} is a {kind}: wanted a dense tensor.")
         if tensor.dtype not in FLOAT_DTYPES:
             allowed = ", ".join(str(dtype) for dtype in FLOAT_DTYPES)
             raise ValueError(f"{name} is {tensor.dtype}: wanted one of {allowed}.")

@@ -25,6 +25,8 @@ from loco_fsdp.metrics import CommStats, UnitSummary
 from loco_fsdp.payload import PayloadLayout
 from loco_fsdp.reduce_scatter import exchange, raise_mismatch
 
+MAX_LAYOUTS = 256  # remembered for a unit
+
 
 class Unit:
     """The gradients that one reduce-scatter reduces, and what is remembered about them."""
@@ -104,13 +106,22 @@ class Unit:
                 self.check()
         except BaseException as error:
             # The residual may have moved on while the gradient never arrived.
-            self._broken = f"{type(error).__name__}: {error}"
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
             error.add_note(f"This happened in the reduction of FSDP unit '{self.name}'.")
             raise
         self._count(layout, stats)
 
+    @property
+    def is_broken(self) -> bool:
+        """True from a failed exchange until ``reset``."""
+        return self._broken is not None
+
     def check(self) -> None:
-        """Raise ``RuntimeError`` if the ranks of a past reduction sent different layouts."""
+        """Raise ``RuntimeError`` if the unit is broken, or turns out to be.
+
+        It is if the ranks of a past reduction sent different layouts.
+        """
+        self._require_sound()
         if self._mismatch is None:
             return
         flag, layout = self._mismatch
@@ -199,6 +210,8 @@ class Unit:
         compressed: bool,
     ) -> PayloadLayout:
         key = (frozenset(trainable), frozenset(in_buffer), dtype, compressed)
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.clear()  # layers dropped at random make a new set each time
         if key not in self._layouts:
             self._layouts[key] = unit_layout(
                 list(self.parameters.values()),
