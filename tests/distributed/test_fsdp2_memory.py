@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distributed.models import TINY, Probe, gradient, gradients, shard
 from loco_fsdp import LoCoConfig, ResidualState, attach
-from loco_fsdp.fsdp2 import LoCoReduceScatter
+from loco_fsdp.fsdp2_reduce import LoCoReduceScatter
 from rank_pool import RankPool
 
 
