@@ -248,8 +248,7 @@ def _build(
 def _check_arguments(optimizer: Any, model: Any, config: Any, grad_scaler: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer or its "
-            "class."
+            f"optimizer={_shown(optimizer)}: wanted a torch.optim.Optimizer or its class."
         )
     if isinstance(optimizer, LoCoOptimizer):
         raise ValueError("optimizer is a LoCoOptimizer already: wrap the inner one.")
@@ -259,6 +258,9 @@ def _check_arguments(optimizer: Any, model: Any, config: Any, grad_scaler: Any) 
         ("grad_scaler", grad_scaler, torch.amp.GradScaler),
     ):
         if value is not None and not isinstance(value, kind):
-            raise ValueError(
-                f"{name} is a {type(value).__name__}: wanted a {kind.__name__} or None."
-            )
+            raise ValueError(f"{name}={_shown(value)}: wanted a {kind.__name__} or None.")
+
+
+def _shown(value: Any) -> str:
+    # A model given in the wrong place would fill the screen.
+    return f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)

@@ -81,7 +81,7 @@ def test_step_refuses_until_reset_and_then_trains(ranks: RankPool, how: str) -> 
 
 def train_through_a_method() -> list[bool]:
     model, optimizer = build()
-    register_fsdp_forward_method(model, "encode")  # type: ignore[arg-type]
+    register_fsdp_forward_method(model, "encode")
     model.encode(torch.randn(4, 12)).backward()
     optimizer.step()
     return [bool(optimizer.loco.residual(name).any()) for name in "abc"]
@@ -120,7 +120,7 @@ class PlainReduceScatter:
 def replace_collective() -> None:
     model, optimizer = build()
     assert isinstance(model, FSDPModule)
-    model.set_custom_reduce_scatter(PlainReduceScatter())
+    model.set_custom_reduce_scatter(PlainReduceScatter())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"'root'.*not compressed"):
         optimizer.step()
     with unittest.TestCase().assertLogs("loco_fsdp", "WARNING") as logs:
