@@ -1,6 +1,6 @@
 """Every private or version-dependent name of torch that this library touches.
 
-Each function says on which versions its names were checked (by running, or by reading the source).
+All were run on torch 2.13. What is said of other versions has not been run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 def reduce_factor(op: Any, world_size: int) -> float:
     """Return the factor on the sum that a reduce op asks for: AVG, SUM or PREMUL_SUM.
 
-    ``ReduceOp.__getstate__`` is the only way to read a PREMUL_SUM's factor (run on 2.13).
+    ``ReduceOp.__getstate__`` is the only way to read a PREMUL_SUM's factor.
     ``op`` may be a ``ReduceOp`` or a ``RedOpType``, which do not compare in both directions.
     Raises ``ValueError`` on any other op.
     """
@@ -37,23 +37,23 @@ def reduce_factor(op: Any, world_size: int) -> float:
 def scaler_scale(scaler: torch.amp.GradScaler) -> Tensor | None:
     """Return the scaler's scale as a device tensor, None while it has none or is disabled.
 
-    ``get_scale()`` would be a host sync. ``_scale`` run on 2.13, the same since 1.6.
+    ``get_scale()`` would be a host sync. ``_scale`` is its only other place.
     """
     return scaler._scale if scaler.is_enabled() else None
 
 
 def fsdp_state(module: FSDPModule) -> Any:
-    """Return the FSDP2 state of a module: one for all modules sharded together (2.9 to 2.14)."""
+    """Return the FSDP2 state of a module: one for all modules sharded together."""
     return module._get_fsdp_state()
 
 
 def state_modules(state: Any) -> tuple[nn.Module, ...]:
-    """Return the modules that were given to one ``fully_shard`` call (2.9 to 2.14)."""
+    """Return the modules that were given to one ``fully_shard`` call."""
     return cast(tuple[nn.Module, ...], state._modules)
 
 
 def param_groups(state: Any) -> Sequence[Any]:
-    """Return the FSDP parameter groups of a state: several since 2.12, one or None before."""
+    """Return the FSDP parameter groups of a state: a list on 2.13, one or None on older ones."""
     if hasattr(state, "_fsdp_param_groups"):
         return cast(Sequence[Any], state._fsdp_param_groups)
     return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
@@ -62,7 +62,7 @@ def param_groups(state: Any) -> Sequence[Any]:
 def shard_group(group: Any) -> dist.ProcessGroup | None:
     """Return the process group that a parameter group reduce-scatters over.
 
-    None if it does not shard, as with ``replicate`` (2.9 to 2.14).
+    None if it does not shard, as with ``replicate``.
     """
     if not hasattr(group.mesh_info, "shard_mesh_size"):
         return None
@@ -72,7 +72,6 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
 def data_parallel_groups(group: Any) -> list[dist.ProcessGroup]:
     """Return the shard group of a parameter group and, with HSDP, its replicate group.
 
-    Names of 2.9 to 2.14.
     """
     shard = cast(dist.ProcessGroup, group._reduce_scatter_process_group)
     replicas = [group._all_reduce_process_group] if group._is_hsdp else []
@@ -80,32 +79,32 @@ def data_parallel_groups(group: Any) -> list[dist.ProcessGroup]:
 
 
 def owner(param: Any) -> tuple[nn.Module, str]:
-    """Return the module and the attribute that hold an FSDP parameter (2.9 to 2.14)."""
+    """Return the module and the attribute that hold an FSDP parameter."""
     return param._module_info.module, param._module_info.param_name
 
 
 def shard_dim(param: Any) -> int:
-    """Return the dimension that an FSDP parameter is sharded on (2.9 to 2.14)."""
+    """Return the dimension that an FSDP parameter is sharded on."""
     return cast(int, param.fsdp_placement.dim)
 
 
 def unsharded_shape(param: Any) -> torch.Size:
-    """Return the shape of an FSDP parameter before FSDP sharded it (2.9 to 2.14)."""
+    """Return the shape of an FSDP parameter before FSDP sharded it."""
     return cast(torch.Size, param._orig_size)
 
 
 def padded_shard_shape(param: Any) -> torch.Size:
-    """Return the shape that each rank's shard is padded to (2.9 to 2.14)."""
+    """Return the shape that each rank's shard is padded to."""
     return cast(torch.Size, param.padded_sharded_param_size)
 
 
 def unsharded_parameter(param: Any) -> nn.Parameter | None:
-    """Return the parameter that forward uses, None before the first all-gather (2.9 to 2.14)."""
+    """Return the parameter that forward uses, None before the first all-gather."""
     return getattr(param, "_unsharded_param", None)
 
 
 def holds_gradient(param: Any) -> bool:
-    """Tell whether an FSDP parameter has a gradient that is not reduced yet (2.9 to 2.14)."""
+    """Tell whether an FSDP parameter has a gradient that is not reduced yet."""
     unsharded = unsharded_parameter(param)
     fresh = unsharded is not None and unsharded.grad is not None
     return fresh or param.unsharded_accumulated_grad is not None
@@ -117,29 +116,29 @@ def reduces_unused(group: Any) -> bool:
 
 
 def reduce_scatter_comm(group: Any) -> Any:
-    """Return the object that does a parameter group's reduce-scatter (2.9 to 2.14)."""
+    """Return the object that does a parameter group's reduce-scatter."""
     return group._reduce_scatter_comm
 
 
 def set_reduce_scatter_comm(group: Any, comm: Any) -> None:
-    """Set that object, as ``FSDPModule.set_custom_reduce_scatter`` does (2.9 to 2.14)."""
+    """Set that object, as ``FSDPModule.set_custom_reduce_scatter`` does."""
     group._reduce_scatter_comm = comm
 
 
 def reduce_dtype(group: Any) -> torch.dtype:
-    """Return the type that a parameter group reduces gradients in (2.9 to 2.14)."""
+    """Return the type that a parameter group reduces gradients in."""
     policy = group.mp_policy
     fallback = group.fsdp_params[0].sharded_param.dtype
     return cast(torch.dtype, policy.reduce_dtype or policy.param_dtype or fallback)
 
 
 def compute_device(group: Any) -> torch.device:
-    """Return the device that a parameter group computes and reduces on (2.9 to 2.14)."""
+    """Return the device that a parameter group computes and reduces on."""
     return cast(torch.device, group.device)
 
 
 def is_default_reduce_scatter(comm: Any) -> bool:
-    """Tell whether a reduce-scatter object is one that FSDP itself has set (2.9 to 2.14)."""
+    """Tell whether a reduce-scatter object is one that FSDP itself has set."""
     return type(comm).__module__.startswith("torch.distributed.fsdp")
 
 
@@ -148,7 +147,7 @@ def after_unshard(group: Any, callback: Callable[[], None]) -> Callable[[], None
 
     Returns a function that undoes it. There is no public place for it: module hooks miss methods
     given to ``register_fsdp_forward_method``. ``wait_for_unshard`` is called before every forward
-    and backward of a group, outside of compiled code (run on 2.13, read for 2.9 to 2.14).
+    and backward of a group, outside of compiled code (2.13).
     """
     wait = group.wait_for_unshard
 
