@@ -70,9 +70,7 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def data_parallel_groups(group: Any) -> list[dist.ProcessGroup]:
-    """Return the shard group of a parameter group and, with HSDP, its replicate group.
-
-    """
+    """Return the shard group of a parameter group and, with HSDP, its replicate group."""
     shard = cast(dist.ProcessGroup, group._reduce_scatter_process_group)
     replicas = [group._all_reduce_process_group] if group._is_hsdp else []
     return [shard, *replicas]
