@@ -162,6 +162,7 @@ class LoCoOptimizer(DelegatingOptimizer):
         this = weakref.ref(self, lambda _: hook.remove())
 
         def look(module: nn.Module, _: Any) -> None:
+            """Attach if this module's forward is one of the optimizer's model."""
             optimizer = this()
             if optimizer is not None and optimizer._handle is None:
                 optimizer._look_for_units(module)

@@ -58,8 +58,8 @@ def compressed_reduce_scatter(
     factor = reduce_factor(op, world_size)
     if state is not None:
         state.require_sound()
-    if state is not None and state.config != config:
-        raise ValueError(f"state was made with {state.config}, this call uses {config}.")
+        if state.config != config:
+            raise ValueError(f"state was made with {state.config}, this call uses {config}.")
     if world_size == 1:
         wide = torch.promote_types(input.dtype, torch.float32)
         output.copy_((input.to(wide) * factor).reshape(output.shape))
