@@ -6,6 +6,8 @@ test gets a fresh default process group of as many of them as it asks for.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import pickle
 import tempfile
@@ -19,6 +21,8 @@ from time import monotonic
 from typing import Any
 
 GROUP_TIMEOUT = timedelta(seconds=20)
+START_SECONDS = 120.0
+COLLECT_EVERY = 10  # runs of a rank: a dropped model's group has threads that only end with it
 
 
 class RankError(AssertionError):
@@ -41,8 +45,13 @@ class RankPool:
 
         Raises ``RankError`` if one of them raises, or does not answer within ``timeout`` seconds.
         """
-        while len(self._workers) < world_size:
+        new = range(len(self._workers), world_size)
+        for _ in new:
             self._add_worker()
+        for rank in new:  # a group's time-out must not have to cover the import of torch
+            if not self._receive(rank, monotonic() + START_SECONDS)[0]:
+                self._end_workers()
+                raise RankError(f"The process of rank {rank} has not started.")
         self._runs += 1
         store = Path(self._folder.name) / f"store{self._runs}"
         for rank in range(world_size):
@@ -91,7 +100,10 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    while True:
+    connection.send_bytes(pickle.dumps((True, "ready")))
+    for count in itertools.count(1):
+        if count % COLLECT_EVERY == 0:
+            gc.collect()
         try:
             function, args, rank, world_size, store = pickle.loads(connection.recv_bytes())
         except EOFError:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def reduce_factor(op: Any, world_size: int) -> float:
@@ -72,8 +73,33 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
 def data_parallel_groups(group: Any) -> list[dist.ProcessGroup]:
     """Return the shard group of a parameter group and, with HSDP, its replicate group."""
     shard = cast(dist.ProcessGroup, group._reduce_scatter_process_group)
-    replicas = [group._all_reduce_process_group] if group._is_hsdp else []
-    return [shard, *replicas]
+    replicas = replica_group(group)
+    return [shard] if replicas is None else [shard, replicas]
+
+
+def replica_group(group: Any) -> dist.ProcessGroup | None:
+    """Return HSDP's group of replicas, None without HSDP."""
+    return group._all_reduce_process_group if group._is_hsdp else None
+
+
+def data_parallel_dims(group: Any) -> int:
+    """Return how many dimensions of its parameters' mesh, the first ones, are data-parallel."""
+    return cast(int, group.mesh_info.mesh.ndim)
+
+
+def divisor_before_reduction(group: Any) -> float:
+    """Return what FSDP divides gradients by before the reduce-scatter: not 1 in float16 only."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    before, *_ = _get_gradient_divide_factors(
+        shard_group(group),
+        replica_group(group),
+        reduce_dtype(group),
+        group.device.type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+    return 1.0 if before is None else float(before)
 
 
 def owner(param: Any) -> tuple[nn.Module, str]:
@@ -84,6 +110,11 @@ def owner(param: Any) -> tuple[nn.Module, str]:
 def shard_dim(param: Any) -> int:
     """Return the dimension that an FSDP parameter is sharded on."""
     return cast(int, param.fsdp_placement.dim)
+
+
+def sharded_parameter(param: Any) -> DTensor:
+    """Return the parameter that the optimizer updates."""
+    return cast(DTensor, param.sharded_param)
 
 
 def unsharded_shape(param: Any) -> torch.Size:

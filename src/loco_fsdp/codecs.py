@@ -75,7 +75,7 @@ class StaticCodec:
 
     def encode(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Codec.encode``."""
-        step = torch.tensor(1.0 / self.codes_per_unit).to(torch.bfloat16).item()
+        step = static_step(self.codes_per_unit)
         finite = h.isfinite().all(-1)
         steps = torch.where(finite, torch.full_like(h[..., 0], step), torch.nan)
         return round_to_codes(h, steps, self.bits)
@@ -96,6 +96,11 @@ RESIDUAL_CODECS: dict[str, Callable[[LoCoConfig], Codec]] = {
     "static": lambda config: StaticCodec(8, config.static_residual_scale),
 }
 """Setting ``scale`` -> codec of the int8 residual."""
+
+
+def static_step(codes_per_unit: float) -> float:
+    """The constant step ``1 / codes_per_unit``, as bfloat16 holds it."""
+    return float(torch.tensor(1.0 / codes_per_unit).to(torch.bfloat16))
 
 
 def signed_extreme(h: Tensor) -> Tensor:

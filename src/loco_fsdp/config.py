@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 Scale = Literal["block", "static"]
 Feedback = Literal["moving_average", "classic", "none"]
 ResidualDtype = Literal["int8", "bfloat16", "float32"]
+ResidualCheckpoint = Literal["mean", "exact", "none"]
 
 # DeepSpeed's names for the settings of its removed LoCo option.
 _DEEPSPEED_KEYS = frozenset({"err_beta", "reset_T"})
@@ -62,6 +63,14 @@ class LoCoConfig:
     min_numel: int = 4096
     """FSDP units with fewer elements than this travel uncompressed."""
 
+    residual_checkpoint: ResidualCheckpoint = "mean"
+    """What a checkpoint holds of the residuals. ``mean``: their mean over the ranks, which fits
+    any number of ranks. ``exact``: every rank's as well, for a resume that is the same bit for
+    bit. ``none``: nothing, they start at zero."""
+
+    residual_checkpoint_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the mean in a checkpoint."""
+
     error_stats: bool = False
     """Measure the relative error of each call (one more pass over the gradient)."""
 
@@ -71,6 +80,9 @@ class LoCoConfig:
         _check_choice("scale", self.scale, get_args(Scale))
         _check_choice("feedback", self.feedback, get_args(Feedback))
         _check_choice("residual_dtype", self.residual_dtype, get_args(ResidualDtype))
+        _check_choice("residual_checkpoint", self.residual_checkpoint, get_args(ResidualCheckpoint))
+        allowed = ("bfloat16", "float32")
+        _check_choice("residual_checkpoint_dtype", self.residual_checkpoint_dtype, allowed)
         _check_int("block_size", self.block_size, minimum=16, maximum=8192)
         if self.block_size % 2:
             raise ValueError(f"block_size={self.block_size}: wanted an even number, 16 to 8192.")
@@ -100,7 +112,9 @@ class LoCoConfig:
         translated = dict(settings)
         if "err_beta" in translated:
             _check_float("err_beta", translated["err_beta"], minimum=0.0, maximum=1 - 2.0**-20)
-            _rename(translated, "err_beta", "feedback_gain", 1.0 - translated["err_beta"])
+            _rename(
+                translated, "err_beta", "feedback_gain", round(1.0 - translated["err_beta"], 12)
+            )
         if "reset_T" in translated:
             _check_int("reset_T", translated["reset_T"], minimum=0)
             _rename(translated, "reset_T", "reset_interval", translated["reset_T"])

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from loco_fsdp import _torch
+from loco_fsdp.checkpoint import ShardedParameter
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.fsdp2_reduce import LoCoReduceScatter
 from loco_fsdp.handle import LoCoHandle, SkippedUnit
@@ -92,6 +93,10 @@ class FSDP2Installation:
         """Names of the units whose reduce-scatter is not LoCo's any more."""
         comms = [comm for comm, _ in self._before]
         return [c.unit.name for c in comms if _torch.reduce_scatter_comm(c.param_group) is not c]
+
+    def compressible_parameters(self) -> list[ShardedParameter]:
+        """The parameters that may have a residual, as they are sharded now."""
+        return [found for comm, _ in self._before for found in comm.compressible_parameters()]
 
     def recover(self) -> None:
         """Reset FSDP's state of a backward that failed."""
@@ -228,6 +233,7 @@ def _make_comm(
         config,
         reduce_dtype=_torch.reduce_dtype(group),
         device=_torch.compute_device(group),
+        is_trainable=lambda name: params[name].sharded_param.requires_grad,
     )
     return LoCoReduceScatter(unit, group, params)
 

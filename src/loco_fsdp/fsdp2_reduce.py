@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loco_fsdp import _torch
+from loco_fsdp.checkpoint import ShardedParameter
 from loco_fsdp.handle import LoCoHandle
 from loco_fsdp.unit import Unit
 
@@ -44,7 +45,8 @@ class LoCoReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce; complete in stream order at return."""
-        arrived, self._arrived = self._arrived, set()
+        arrived = set(self._arrived)
+        self._arrived.clear()
         trainable = {n for n, p in self._params.items() if p.sharded_param.requires_grad}
         in_buffer = self._names_in_buffer(trainable, arrived, input_tensor.numel() // group.size())
         self.unit.reduce(
@@ -62,7 +64,8 @@ class LoCoReduceScatter:
     def watch(self) -> None:
         """Hook the unsharded parameters that exist by now; runs after each all-gather."""
         # FSDP drops gradients without a reduction if it raises itself.
-        self._arrived = {n for n in self._arrived if _torch.holds_gradient(self._params[n])}
+        gone = [n for n in self._arrived if not _torch.holds_gradient(self._params[n])]
+        self._arrived.difference_update(gone)
         for name, param in self._params.items():
             unsharded = _torch.unsharded_parameter(param)
             if unsharded is None or not unsharded.requires_grad:
@@ -70,7 +73,7 @@ class LoCoReduceScatter:
             known = self._watched.get(name)
             if known is not None and known[0] is unsharded:
                 continue
-            note = partial(self._note, name)
+            note = partial(_note, self._arrived, name)
             self._watched[name] = (unsharded, unsharded.register_post_accumulate_grad_hook(note))
 
     def unwatch(self) -> None:
@@ -83,13 +86,24 @@ class LoCoReduceScatter:
         """Forget the gradients of a backward that failed."""
         self._arrived.clear()
 
+    def compressible_parameters(self) -> list[ShardedParameter]:
+        """The parameters that may have a residual, as they are sharded now."""
+        return [
+            ShardedParameter(
+                unit=self.unit,
+                name=name,
+                tensor=_torch.sharded_parameter(self._params[name]),
+                divisor=_torch.divisor_before_reduction(self.param_group),
+                replicas=_torch.replica_group(self.param_group),
+                data_dims=_torch.data_parallel_dims(self.param_group),
+            )
+            for name in self.unit.compressible
+        ]
+
     def agreement(self) -> str:
         """What has to be equal on all ranks, in words."""
         frozen = [n for n, p in self._params.items() if not p.sharded_param.requires_grad]
         return self.unit.agreement() + (f", frozen: {', '.join(frozen)}" if frozen else "")
-
-    def _note(self, name: str, _: Tensor) -> None:
-        self._arrived.add(name)
 
     def _names_in_buffer(self, trainable: set[str], arrived: set[str], row_numel: int) -> set[str]:
         if _torch.reduces_unused(self.param_group):
@@ -101,3 +115,9 @@ class LoCoReduceScatter:
             f"rank, which does not fit the parameters whose gradients arrived in this backward: "
             f"{sorted(arrived)}."
         )
+
+
+def _note(arrived: set[str], name: str, _: Tensor) -> None:
+    # Autograd keeps the hook where Python's garbage collector does not look, so it must not hold
+    # on to anything that holds the parameter: such a model would stay in memory for ever.
+    arrived.add(name)

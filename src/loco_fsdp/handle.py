@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol
 
 from torch import Tensor
 
+from loco_fsdp.checkpoint import (
+    RESIDUAL,
+    Entry,
+    Meta,
+    ShardedParameter,
+    collect,
+    has_residual,
+    restore,
+    saved_keys,
+)
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.metrics import CommStats, UnitSummary, format_table
 from loco_fsdp.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,9 @@ class Installation(Protocol):
 
     def replaced(self) -> list[str]:
         """Names of the units that someone else has given another collective since."""
+
+    def compressible_parameters(self) -> list[ShardedParameter]:
+        """The parameters that may have a residual, as they are sharded now."""
 
     def recover(self) -> None:
         """Make the framework forget a backward that an exception has ended."""
@@ -60,6 +76,9 @@ class LoCoHandle:
         """Optimizer steps so far that followed at least one reduction."""
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """Returns the scale of the gradients now, a 0-d tensor, or None if they carry none."""
+        self.saved_ranks: int | None = None
+        """Data-parallel ranks of the job whose ``exact`` checkpoint is loaded next, if they are
+        not as many as here: its rows then fit. Loading clears it."""
         self.attached = True
         self._installation = installation
         self._calls_at_last_step = 0
@@ -68,6 +87,11 @@ class LoCoHandle:
     def compressing(self) -> bool:
         """False during the warm-up steps, which reduce in full precision."""
         return self.steps >= self.config.warmup_steps
+
+    @property
+    def has_reduced(self) -> bool:
+        """True if gradients were reduced since the last step."""
+        return self._calls() != self._calls_at_last_step
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the gradients are not what a step should use.
@@ -91,10 +115,9 @@ class LoCoHandle:
         Does nothing if nothing was reduced since the last call.
         """
         self.check()
-        calls = sum(unit.calls for unit in self.units)
-        if calls == self._calls_at_last_step:
+        if not self.has_reduced:
             return
-        self._calls_at_last_step = calls
+        self._calls_at_last_step = self._calls()
         self.steps += 1
         interval = self.config.reset_interval
         if interval and self.steps % interval == 0:
@@ -118,10 +141,80 @@ class LoCoHandle:
         for unit in self.units:
             unit.reset()
 
+    def compressible_parameters(self) -> list[ShardedParameter]:
+        """The parameters that may have a residual, as they are sharded now."""
+        return self._installation.compressible_parameters()
+
+    def state_dict(self, *, is_untouched: bool = False) -> dict[str, dict[str, Tensor]]:
+        """Return what a checkpoint needs: parameter name -> tensors, all of them copies.
+
+        Collective: every rank has to call it. `LoCoOptimizer.state_dict` has it in it already; this
+        is for jobs that save their own way, and makes the handle a DCP ``Stateful``. Each
+        parameter that may be compressed has ``loco_meta`` and, by ``config.residual_checkpoint``,
+        ``loco_residual`` (DTensor, placed like the parameter) and ``loco_residual_rows`` (float32
+        DTensor ``[ranks, *shape]``).
+
+        ``is_untouched`` says that the optimizer has done no step. Raises ``RuntimeError`` while a
+        unit is broken.
+        """
+        for unit in self.units:
+            unit.check()
+        parameters = self.compressible_parameters()
+        meta = Meta.of(self.config, self.steps, is_untouched)
+        names = [parameter.name for parameter in parameters]
+        return dict(zip(names, collect(parameters, meta, self.saved_ranks), strict=True))
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Entry], *, only: Collection[str] | None = None
+    ) -> None:
+        """Continue where ``state_dict()`` was called, also on another number of ranks.
+
+        Collective. Broken units are whole again. Residuals that are not in ``state_dict`` become
+        0, and a warning says so. ``only``: the names of the parameters to load, all by default.
+        Raises ``ValueError`` on an unknown format version, before anything is changed, or on
+        tensors of a wrong shape.
+        """
+        found = [
+            (p, state_dict.get(p.name, {}))
+            for p in self.compressible_parameters()
+            if only is None or p.name in only
+        ]
+        metas = [meta for _, entry in found if (meta := Meta.read(entry)) is not None]
+        if any(unit.is_broken for unit in self.units):
+            self.reset()
+        for p, _ in found:
+            p.unit.forget([p.name])
+        self.steps = metas[0].steps if metas else 0
+        self._calls_at_last_step = self._calls()
+        self.saved_ranks = None
+        restore(found)
+        self._warn_of_missing(found, state_dict)
+
+    def _warn_of_missing(
+        self, found: Sequence[tuple[ShardedParameter, Entry]], state_dict: Mapping[str, Entry]
+    ) -> None:
+        wanted = RESIDUAL in saved_keys(self.config)
+        names = [p.name for p, entry in found if p.ranks > 1 and not has_residual(entry)]
+        if names and wanted:
+            logger.warning(
+                "LoCo: the loaded state has no residual for %d of %d compressed parameters, such "
+                "as '%s': they start at zero.",
+                *(len(names), len(found), names[0]),
+            )
+        left = state_dict.keys() - {p.name for p, _ in found}
+        left = {name for name in left if has_residual(state_dict[name])}
+        if left:
+            logger.warning(
+                "LoCo: the loaded state has residuals of %d parameters that are not compressed "
+                "here, such as '%s': they are dropped.",
+                *(len(left), min(left)),
+            )
+
     def residual(self, fqn: str) -> Tensor:
         """Return this rank's residual of one parameter.
 
-        Float32, in the parameter's full, unsharded shape, in units of unscaled gradients. Zeros
+        Float32, in the parameter's full, unsharded shape, in units of unscaled gradients as FSDP
+        hands them over: in float16 it has divided them before, which checkpoints undo. Zeros
         before the first reduction. Raises ``KeyError`` for an unknown name and ``ValueError``
         for a parameter that is not compressed.
         """
@@ -166,6 +259,9 @@ class LoCoHandle:
             for unit in self.skipped
         ]
         return format_table(rows)
+
+    def _calls(self) -> int:
+        return sum(unit.calls for unit in self.units)
 
     def _find(self, fqn: str) -> Unit:
         for unit in self.units:

@@ -1,164 +1,289 @@
-"""The operations of ``reference`` on one segment, in pieces that stay in the cache.
+"""The two operations of an exchange as torch operators: ``loco::compress``, ``loco::reduce``.
 
-The same bits as the reference. Transient memory is a few float32 copies of one piece, whatever
-the size of the gradient.
+Whoever calls them does not ask where the tensors are: the fastest backend that works on this
+machine runs them, and all give the bits of ``reference``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from loco_fsdp.codecs import CODECS, Codec, pack, unpack
+from loco_fsdp.backends import eager
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.feedback import ResidualState, from_blocks, next_residual, to_blocks
-from loco_fsdp.reference import wire_steps
+from loco_fsdp.feedback import ResidualBuffer
+from loco_fsdp.payload import PayloadLayout, Segment
+from loco_fsdp.tiles import TileTable, tile_table
 
-PIECE_NUMEL = 256 * 1024  # float32 elements: 1 MiB, measured fastest on CPU
+logger = logging.getLogger(__name__)
+
+FAST_BACKENDS = {"cpu": "loco_fsdp.backends.compiled", "cuda": "loco_fsdp.backends.gpu"}
+"""Device type -> module of its fast backend; it may fail to import."""
 
 
 @dataclass
 class CallStats:
-    """What one compress call saw, as 0-d tensors on the gradient's device: no host sync."""
+    """What compress calls saw, as tensors on the gradient's device: no host sync."""
 
     nonfinite_blocks: Tensor
-    """int64."""
-    squared_error: Tensor | None = None
-    """float64, sum of (h - decoded)^2; None: not asked for."""
-    squared_norm: Tensor | None = None
-    """float64, sum of h^2."""
+    """int64 0-d, added to."""
+    measure: bool = False
+    """Measure the rounding error too."""
+    errors: Tensor | None = None
+    """float64 ``[2]``: sums of (h - decoded)^2 and of h^2 in the last call, if measured."""
 
     def relative_error(self) -> float | None:
         """Norm of the error over norm of ``h``; 0 for a zero gradient, None if not measured."""
-        if self.squared_error is None or self.squared_norm is None:
+        if self.errors is None:
             return None
-        norm = float(self.squared_norm)
-        return (float(self.squared_error) / norm) ** 0.5 if norm else 0.0
+        error, norm = self.errors.tolist()
+        return float((error / norm) ** 0.5) if norm else 0.0
+
+
+def work_table(
+    layout: PayloadLayout, residuals: ResidualBuffer | None, names: Collection[str], device: Any
+) -> TileTable:
+    """Return the table for one exchange on ``device``.
+
+    Args:
+        layout: what is exchanged.
+        residuals: the memory of residuals, or None.
+        names: the segments whose residual is used and updated.
+        device: of the gradient.
+
+    """
+    first = residuals.first_block if residuals is not None else {}
+    blocks = tuple(first.get(s.name, -1) if s.name in names else -1 for s in layout.segments)
+    backend = fast_backend(device)
+    tile_blocks = (backend or eager).tile_blocks(layout.config.block_size, device)
+    return tile_table(layout, blocks, tile_blocks, device)
 
 
 def compress(
     x: Tensor,
-    residual: ResidualState | None,
-    codes: Tensor,
-    steps: Tensor,
+    table: TileTable,
+    payload: Tensor,
+    residuals: ResidualBuffer | None,
     config: LoCoConfig,
     stats: CallStats,
     loss_scale: Tensor | None = None,
 ) -> None:
-    """Compensate, encode and pack one segment, and update its residual in place.
+    """Compensate, encode and pack the segments of a gradient; update their residuals.
+
+    Reads the gradient and each residual once, writes payload and residual once. Transient memory:
+    nothing beyond 64 KiB a thread on a CPU that can compile, nothing on a GPU, and a few float32
+    copies of a piece of 256 Ki elements for plain PyTorch.
 
     Args:
-        x: ``[W, N]``, float32, bfloat16, float16 or float64; any strides.
-        residual: state of ``[W, N]``, or None to send without memory.
-        codes: uint8 ``[W, blocks * B * bits / 8]``, written.
-        steps: bfloat16 ``[W, num_steps]``, written.
+        x: contiguous ``[W, N]``, row r for rank r; any float dtype.
+        table: from ``work_table``, for the same device.
+        payload: contiguous uint8 ``[W, row_bytes]``. With the static codec, it holds the steps.
+        residuals: memory that the table's residuals are in, or None.
         config: settings of codec and feedback.
         stats: counters, added to.
         loss_scale: float32 0-d; ``x`` carries this scale, the residual does not.
 
+    Raises:
+        ValueError: a tensor is not contiguous or not on the gradient's device.
+
     """
-    rows, numel = x.shape
-    size, bits = config.block_size, config.bits
-    count = -(-numel // size)
-    codec = CODECS[config.scale](config)
-    all_steps = torch.empty(rows, count, device=x.device)
-    packed = codes.unflatten(1, (count, size * bits // 8)) if count else codes
-    for part, first, last in _pieces(rows, count, size):
-        h = to_blocks(x[part], first, last, size).float()
-        e = None if residual is None else residual.read(part, first, last)
-        if e is not None:
-            h = h + (e if loss_scale is None else e * loss_scale)
-        piece_codes, piece_steps = codec.encode(h)
-        packed[part, first:last] = pack(piece_codes, bits)
-        all_steps[part, first:last] = piece_steps
-        if e is not None and residual is not None:
-            error = h - codec.decode(piece_codes, piece_steps)
-            residual.write(_next_blocks(e, error, piece_steps, config, loss_scale), part, first)
-        if stats.squared_error is not None:
-            _measure(h, codec.decode(piece_codes, piece_steps), stats)
-    stats.nonfinite_blocks += all_steps.isnan().sum()
-    steps.copy_(wire_steps(all_steps, steps.shape[1]))
+    _require("x", x, x.device)
+    _require("payload", payload, x.device)
+    errors = None
+    if stats.measure:
+        tiles = max(1, x.shape[0] * table.tiles.numel())
+        errors = torch.zeros(tiles, 2, dtype=torch.float64, device=x.device)
+    torch.ops.loco.compress(
+        x,
+        *(table.segments, table.tiles, table.tile_blocks, table.aligned),
+        payload,
+        None if residuals is None else residuals.data,
+        None if residuals is None else residuals.steps,
+        stats.nonfinite_blocks,
+        errors,
+        loss_scale,
+        *(config.scale, config.bits, config.block_size),
+        *(config.static_scale, config.static_residual_scale, config.gain),
+    )
+    if errors is not None:
+        stats.errors = errors.sum(0)
 
 
-def decompress_sum(
-    codes: Tensor, steps: Tensor, config: LoCoConfig, factor: float, output: Tensor
+def reduce(
+    payload: Tensor,
+    table: TileTable,
+    output: Tensor,
+    values_dtype: torch.dtype,
+    factor: float,
+    config: LoCoConfig,
 ) -> None:
-    """Decode one segment of W received rows, sum them in rank order, scale, cast.
+    """Decode W received rows, sum them in rank order in float32, scale, and cast.
 
     Args:
-        codes: uint8 ``[W, blocks * B * bits / 8]``.
-        steps: bfloat16 ``[W, num_steps]``.
+        payload: contiguous uint8 ``[W, row_bytes]``, the row of each rank.
+        table: as for ``compress``.
+        output: contiguous ``[N]``, any float dtype, written.
+        values_dtype: of the gradient, in which uncompressed segments have travelled; float64 is
+            summed in float64.
+        factor: multiplies the sum.
         config: settings of the codec.
-        factor: multiplies the float32 sum.
-        output: ``[N]``, any float dtype, written.
+
+    Raises:
+        ValueError: a tensor is not contiguous or not on the payload's device.
 
     """
-    rows, numel = codes.shape[0], output.numel()
-    size, bits = config.block_size, config.bits
-    count = -(-numel // size)
-    codec = CODECS[config.scale](config)
-    packed = codes.unflatten(1, (count, size * bits // 8)) if count else codes
-    for _, first, last in _pieces(1, count, size):
-        total = torch.zeros(1, last - first, size, device=codes.device)
-        for row in range(rows):
-            total += _decode_row(codec, packed, steps, row, first, last, bits)
-        from_blocks(total.mul_(factor), output.unsqueeze(0), first)
+    _require("payload", payload, payload.device)
+    _require("output", output, payload.device)
+    torch.ops.loco.reduce(
+        payload,
+        *(table.segments, table.tiles, table.tile_blocks, table.aligned),
+        output,
+        values_dtype,
+        factor,
+        *(config.scale, config.bits, config.block_size),
+        *(config.static_scale, config.static_residual_scale),
+    )
 
 
-def sum_rows(values: Tensor, factor: float, output: Tensor) -> None:
-    """Sum W full-precision rows ``[W, N]`` in rank order, scale, cast to ``output``.
+@lru_cache(maxsize=64)
+def fast_backend(device: torch.device) -> Any:
+    """Return the fast backend's module, or None; tried out once on each device.
 
-    The sum is float32 (float64 for float64 rows).
+    If it cannot be imported, fails, or gives other bits than plain PyTorch, one line is logged
+    and plain PyTorch serves the device.
     """
-    wide = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(values.shape[1], dtype=wide, device=values.device)
-    for row in values:
-        total += row
-    output.copy_(total.mul_(factor))
+    name = FAST_BACKENDS.get(device.type)
+    if name is None:
+        return None
+    try:
+        backend = import_module(name)
+        problem = None if _agrees(backend, device) else "it does not give the reference's bits"
+    except Exception as error:  # whatever is wrong with it, training goes on
+        problem = f"{type(error).__name__}: {error}"
+    if problem is None:
+        return backend
+    logger.warning(
+        "Gradients on %s are compressed by plain PyTorch, which is right but several times "
+        "slower: %s cannot be used (%s).", device, name, " ".join(problem.split())[:300]
+    )  # fmt: skip
+    return None
 
 
-def _next_blocks(
-    e: Tensor, error: Tensor, steps: Tensor, config: LoCoConfig, loss_scale: Tensor | None
-) -> Tensor:
-    """Next residual blocks; those that would not be finite keep ``e``."""
-    if loss_scale is None:
-        # h and e are finite here unless the step is NaN, and then so is the error.
-        keep = steps.isnan().unsqueeze(-1)
-        new = next_residual(e, error, config.gain)
-    else:
-        new = next_residual(e, error * (1.0 / loss_scale), config.gain)
-        keep = ~new.isfinite().all(-1, keepdim=True)
-    return torch.where(keep, e, new)
+def _agrees(backend: Any, device: torch.device) -> bool:
+    """Whether a backend gives the bits of plain PyTorch on a small gradient, twice in a row."""
+    config = LoCoConfig()
+    segments = (Segment("a", 300), Segment("b", 10, compressed=False, start=300))
+    layout = PayloadLayout(config, segments)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 310, generator=generator).to(device)
+    results = []
+    for candidate in (eager, backend):
+        residuals = ResidualBuffer(config, 2, {"a": 300}, device)
+        tile_blocks = candidate.tile_blocks(config.block_size, device)
+        table = tile_table(layout, (0, -1), tile_blocks, device)
+        payload = torch.zeros(2, layout.row_bytes, dtype=torch.uint8, device=device)
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        memory = (residuals.data, residuals.steps, count)
+        for _ in range(2):
+            candidate.compress(x, table, payload, *memory, None, None, config)
+        output = torch.zeros(310, device=device)
+        candidate.reduce(payload, table, output, torch.float32, 0.5, config)
+        results.append((payload, *memory, output))
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def _decode_row(
-    codec: Codec, packed: Tensor, steps: Tensor, row: int, first: int, last: int, bits: int
-) -> Tensor:
-    one = slice(row, row + 1)
-    row_steps = steps[one] if steps.shape[1] < packed.shape[1] else steps[one, first:last]
-    return codec.decode(unpack(packed[one, first:last], bits), row_steps)
+def _require(name: str, tensor: Tensor, device: torch.device) -> None:
+    if not tensor.is_contiguous() or tensor.device != device:
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)} on "
+            f"{tensor.device}: wanted a contiguous tensor on {device}."
+        )
 
 
-def _measure(h: Tensor, decoded: Tensor, stats: CallStats) -> None:
-    assert stats.squared_error is not None and stats.squared_norm is not None
-    # Blocks that are not finite have no error to speak of: they are counted on their own.
-    error = torch.nan_to_num(h - decoded, nan=0.0, posinf=0.0, neginf=0.0)
-    norm = torch.where(decoded.isnan(), 0.0, h)
-    stats.squared_error += error.double().square_().sum()
-    stats.squared_norm += norm.double().square_().sum()
+@lru_cache(maxsize=64)
+def _config(
+    scale: Any, bits: Any, block_size: int, static: float, static_residual: float, gain: float = 1.0
+) -> LoCoConfig:
+    """The settings that operators were given one by one."""
+    return LoCoConfig(
+        scale=scale,
+        bits=bits,
+        block_size=block_size,
+        static_scale=static,
+        static_residual_scale=static_residual,
+        feedback="moving_average" if gain else "none",
+        feedback_gain=gain or 1.0,
+    )
 
 
-def _pieces(rows: int, blocks: int, block_size: int) -> Iterator[tuple[slice, int, int]]:
-    """Cut ``rows`` x ``blocks`` into pieces of at most about ``PIECE_NUMEL`` elements."""
-    most = max(1, PIECE_NUMEL // block_size)
-    if blocks == 0:
-        return
-    if rows * blocks <= most:
-        yield slice(0, rows), 0, blocks
-        return
-    for row in range(rows):
-        for first in range(0, blocks, most):
-            yield slice(row, row + 1), first, min(first + most, blocks)
+def _backend_for(device: torch.device, scale: str, *dtypes: torch.dtype) -> Any:
+    backend = fast_backend(device)
+    if backend is None or scale not in backend.SCALES or not set(dtypes) <= set(backend.DTYPES):
+        return eager
+    return backend
+
+
+def _compress(
+    x: Tensor,
+    segments: Tensor,
+    tiles: Tensor,
+    tile_blocks: int,
+    aligned: bool,
+    payload: Tensor,
+    residual: Tensor | None,
+    residual_steps: Tensor | None,
+    nonfinite: Tensor,
+    errors: Tensor | None,
+    loss_scale: Tensor | None,
+    *codec: Any,
+) -> None:
+    table = TileTable(segments, tiles, tile_blocks, aligned)
+    memory = (residual, residual_steps, nonfinite, errors, loss_scale)
+    config = _config(*codec)
+    _backend_for(x.device, config.scale, x.dtype).compress(x, table, payload, *memory, config)
+
+
+def _reduce(
+    payload: Tensor,
+    segments: Tensor,
+    tiles: Tensor,
+    tile_blocks: int,
+    aligned: bool,
+    output: Tensor,
+    values_dtype: torch.dtype,
+    factor: float,
+    *codec: Any,
+) -> None:
+    table = TileTable(segments, tiles, tile_blocks, aligned)
+    config = _config(*codec)
+    backend = _backend_for(payload.device, config.scale, output.dtype, values_dtype)
+    backend.reduce(payload, table, output, values_dtype, factor, config)
+
+
+def _nothing(*_: Any) -> None:
+    """Fake tensors have no values: the operators only write into their arguments."""
+
+
+_TABLE = "Tensor segments, Tensor tiles, int tile_blocks, bool aligned"
+_CODEC = "str scale, int bits, int block_size, float static_scale, float static_residual_scale"
+
+torch.library.define(
+    "loco::compress",
+    f"(Tensor x, {_TABLE}, Tensor(a!) payload, Tensor(b!)? residual, Tensor(c!)? residual_steps, "
+    f"Tensor(d!) nonfinite, Tensor(e!)? errors, Tensor? loss_scale, {_CODEC}, float gain) -> ()",
+)
+torch.library.define(
+    "loco::reduce",
+    f"(Tensor payload, {_TABLE}, Tensor(a!) output, "
+    f"ScalarType values_dtype, float factor, {_CODEC}) -> ()",
+)
+for _name, _function in (("loco::compress", _compress), ("loco::reduce", _reduce)):
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, _nothing)

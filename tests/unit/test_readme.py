@@ -27,9 +27,14 @@ class Model(nn.Module):
         return x
 
 
-def run_blocks(blocks: list[str]) -> tuple[int, float]:
-    batches = [torch.randn(4, 64) for _ in range(3)]
-    names = {"model": Model(), "batches": batches, "group": dist.group.WORLD, "torch": torch}
+def run_blocks(blocks: list[str], folder: Path) -> tuple[int, float]:
+    names = {
+        "model": Model(),
+        "batches": [torch.randn(4, 64) for _ in range(3)],
+        "group": dist.group.WORLD,
+        "folder": folder,
+        "torch": torch,
+    }
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     calls = sum(unit.calls for unit in names["optimizer"].loco.stats())  # type: ignore[attr-defined]
@@ -37,10 +42,10 @@ def run_blocks(blocks: list[str]) -> tuple[int, float]:
     return calls, (difference.norm() / names["h"].norm()).item()  # type: ignore[attr-defined]
 
 
-def test_python_blocks_run(ranks: RankPool) -> None:
+def test_python_blocks_run(ranks: RankPool, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    for calls, error in ranks.run(run_blocks, 2, blocks):
+    assert len(blocks) == 5
+    for calls, error in ranks.run(run_blocks, 2, blocks, tmp_path):
         assert calls == 2 * 3  # two units compress, three batches
         assert 0.08 < error < 0.13
 

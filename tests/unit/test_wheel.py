@@ -35,13 +35,13 @@ def test_sdist_holds_what_a_builder_needs(dist: Path) -> None:
     assert not any(name.startswith((".venv", "runs", "data")) for name in names)
 
 
-def test_wheel_holds_the_library_and_nothing_else(dist: Path) -> None:
+def test_wheel_holds_the_two_packages_and_nothing_else(dist: Path) -> None:
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert "loco_fsdp/py.typed" in names
+    assert {"loco_fsdp/py.typed", "loco_fsdp_kernels/py.typed"} <= set(names)
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"loco_fsdp"}
+    assert tops == {"loco_fsdp", "loco_fsdp_kernels"}
 
 
 def test_installed_wheel_passes_a_test(dist: Path, tmp_path: Path) -> None:

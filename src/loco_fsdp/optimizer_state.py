@@ -1,0 +1,134 @@
+"""An optimizer's state with entries of ours beside its own, which it must never trip over.
+
+An entry is the tensors of one parameter under the names ``checkpoint.KEYS``. In a state dict they
+lie beside the optimizer's own. In the live state only their names are there, with None: DCP's
+flattened form loads just the names that it finds in ``optimizer.state[p]``. Optimizers such as
+AdamW take ``state[p]`` for complete as soon as it is not empty, so neither is ever the first there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from loco_fsdp.checkpoint import KEYS, META, Entry
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters, in the order of the groups: position -> parameter."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def put_names(
+    optimizer: Optimizer,
+    compressible: Collection[int],
+    names: Sequence[str],
+    *,
+    stepped: bool,
+) -> None:
+    """Put the names of entries into the live state of the parameters that have one.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        compressible: ids of the parameters that may have a residual.
+        names: names of the tensors in their entries. Others have ``loco_meta`` alone, and only
+            without a state of their own: DCP wants a state of all parameters or of none.
+        stepped: the optimizer has just done a step, so that what it has not given a state to,
+            though there is a gradient, never gets one; nor does anything if nothing has one.
+
+    """
+    parameters = parameters_of(optimizer)
+    is_stateless = stepped and not any(has_own_state(optimizer, p) for p in parameters)
+    for p in parameters:
+        if optimizer.state.get(p):
+            if id(p) in compressible:
+                optimizer.state[p].update(dict.fromkeys(names))
+        elif (is_stateless and p.requires_grad) or (stepped and p.grad is not None):
+            own = names if id(p) in compressible else (META,)
+            optimizer.state[p].update(dict.fromkeys(own))
+
+
+def has_own_state(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Tell whether the optimizer itself has a state for a parameter."""
+    return bool(optimizer.state.get(parameter, {}).keys() - set(KEYS))
+
+
+def local_device(parameter: Tensor) -> torch.device:
+    """Device of this rank's part of a parameter."""
+    return parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+
+
+def hide_names(_: Optimizer, state_dict: dict[str, Any]) -> None:
+    """State-dict post-hook of the wrapped optimizer: its own state dict is only its own."""
+    state_dict["state"] = {
+        index: kept
+        for index, state in state_dict["state"].items()
+        if (kept := _without_entry(state)) or not state
+    }
+
+
+def with_entries(
+    state_dict: dict[str, Any], optimizer: Optimizer, entries: Mapping[int, Entry]
+) -> dict[str, Any]:
+    """Return a state dict of ``optimizer`` with the entries, by position, added to its states."""
+    parameters = parameters_of(optimizer)
+    first = {id(p): i for i, p in reversed(list(enumerate(parameters)))}  # as torch numbers them
+    state = dict(state_dict["state"])
+    for position, entry in entries.items():
+        index = first[id(parameters[position])]
+        state[index] = {**state.get(index, {}), **entry}
+    return {**state_dict, "state": state}
+
+
+def split_entries(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, Entry]]:
+    """Undo ``with_entries``: the optimizer's own state dict, and the entries by position."""
+    labels = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+    positions = {label: i for i, label in reversed(list(enumerate(labels)))}
+    state: dict[Any, Any] = {}
+    entries: dict[int, Entry] = {}
+    for label, values in state_dict["state"].items():
+        if not isinstance(values, Mapping) or not values.keys() & set(KEYS):
+            state[label] = values
+            continue
+        if label in positions:
+            entries[positions[label]] = {k: values[k] for k in KEYS if k in values}
+        if own := _without_entry(values):
+            state[label] = own
+    return {**state_dict, "state": state}, entries
+
+
+def is_template_step(optimizer: Optimizer) -> bool:
+    """Tell whether a step now would do nothing but make the state of a fresh optimizer.
+
+    Checkpoint loaders do such a step: all gradients and learning rates are zero.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    if optimizer.state or not rates or any(float(rate) != 0 for rate in rates):
+        return False
+    return all_zero(p.grad for p in parameters_of(optimizer))
+
+
+def all_zero(gradients: Iterable[Tensor | None]) -> bool:
+    """Tell whether there are gradients and all are zeros; waits for the device."""
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+    return bool(local) and not any(bool(g.any()) for g in local)
+
+
+def make_template(optimizer: Optimizer) -> None:
+    """Do that step, and leave no trace of it but the state."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.step(closure=lambda: 0.0)  # LBFGS needs one, and all take one
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)
+
+
+def _without_entry(state: Any) -> Any:
+    if not isinstance(state, Mapping) or not state.keys() & set(KEYS):
+        return state
+    return {key: value for key, value in state.items() if key not in KEYS}
