@@ -4,9 +4,13 @@
 
 ``--help`` lists every setting, ``--print_config`` prints them all as YAML. Results go to
 ``runs/<name>/``: ``metrics.jsonl`` (a line per step), ``settings.yaml``, ``summary.json``.
+SIGTERM ends a run after the step it is in, with a checkpoint; ``--resume true`` goes on from there,
+on any number of ranks.
 """
 
 from __future__ import annotations
+
+import signal
 
 from jsonargparse import auto_cli
 
@@ -32,7 +36,9 @@ def main() -> None:
             run = build_run(settings, world)
         except ValueError as error:
             raise SystemExit(f"Bad setting. {error}") from error
-        run.complete()
+        is_complete = run.complete()
+    if not is_complete:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Checkpoints of model and optimizer by ``torch.distributed.checkpoint``, whole or not there.
+"""Checkpoints of a run by ``torch.distributed.checkpoint``, whole or not there.
 
 A checkpoint is written into ``step-N.partial`` and renamed to ``step-N`` when every rank has
-written its part. The step is all that is needed besides: batches, learning rate and random
-numbers are functions of seed and step. The shards fit any number of ranks.
+written its part; ``latest`` names the newest. It holds model, optimizer with LoCo's residuals,
+the position in the data and every rank's random numbers. The shards fit any number of ranks;
+random numbers are taken up again where the number is the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lm.parallel import World
+from lm.runlog import write_atomically
+from loco_fsdp import LoCoOptimizer
 
 KEPT = 2
 """Newest checkpoints that stay on disk."""
@@ -32,7 +36,7 @@ class Checkpoints:
     """The checkpoints of one run. All methods are collectives, except where they say not."""
 
     folder: Path
-    """Holds one folder per checkpoint."""
+    """Holds one folder per checkpoint, and ``latest``."""
 
     world: World
     """The ranks that save and load together."""
@@ -49,8 +53,13 @@ class Checkpoints:
 
     def steps_on_disk(self) -> list[int]:
         """Steps of the whole checkpoints that this rank sees, in order; not a collective."""
-        names = (path.name for path in self.folder.glob("step-*"))
-        return sorted(int(m[1]) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+        # The two files are the last to be written: a copy that was interrupted lacks one.
+        whole = (
+            path.name
+            for path in self.folder.glob("step-*")
+            if (path / ".metadata").is_file() and (path / "run.json").is_file()
+        )
+        return sorted(int(m[1]) for name in whole if (m := re.fullmatch(r"step-(\d+)", name)))
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the state after ``step`` steps, and forget all but the newest checkpoints."""
@@ -59,24 +68,30 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
         save(_state(model, optimizer), checkpoint_id=partial)
+        torch.save(self._random_state(), partial / _random_file(self.world.rank))
+        dist.barrier()
         if self.world.rank == 0:
-            (partial / "identity.json").write_text(json.dumps(self.identity, indent=2))
+            run = {"steps": step, "ranks": self.world.size, "identity": self.identity}
+            (partial / "run.json").write_text(json.dumps(run, indent=2))
             self._publish(step, partial)
         dist.barrier()
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring model and optimizer to where they were after ``step`` steps, in place.
+        """Bring model, optimizer and random numbers to where they were after ``step`` steps.
 
-        Raises ``ValueError`` when the checkpoint belongs to another model or optimizer.
+        Raises ``ValueError`` when the checkpoint belongs to another run.
         """
         path = self._path(step)
-        saved = json.loads((path / "identity.json").read_text())
+        run = json.loads((path / "run.json").read_text())
         for name, value in self.identity.items():
-            if saved.get(name) != value:
+            if run["identity"].get(name) != value:
                 raise ValueError(
-                    f"{name}={value!r}: the checkpoint {path} has {saved.get(name)!r}."
+                    f"{name}={value!r}: the checkpoint {path} has {run['identity'].get(name)!r}."
                 )
+        if isinstance(optimizer, LoCoOptimizer) and run["ranks"] != self.world.size:
+            optimizer.loco.saved_ranks = run["ranks"]
         state = _state(model, optimizer)
+        _leave_out_what_was_not_saved(state["optimizer"], path)
         load(state, checkpoint_id=path)
         set_state_dict(
             model,
@@ -84,6 +99,8 @@ class Checkpoints:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        if run["ranks"] == self.world.size:
+            self._set_random_state(torch.load(path / _random_file(self.world.rank)))
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -92,10 +109,34 @@ class Checkpoints:
         final = self._path(step)
         shutil.rmtree(final, ignore_errors=True)
         partial.replace(final)
+        write_atomically(self.folder / "latest", final.name + "\n")
         for old in self.steps_on_disk()[:-KEPT]:
             shutil.rmtree(self._path(old))
+
+    def _random_state(self) -> list[torch.Tensor]:
+        on_gpu = self.world.device.type == "cuda"
+        gpu = [torch.cuda.get_rng_state(self.world.device)] if on_gpu else []
+        return [torch.get_rng_state(), *gpu]
+
+    def _set_random_state(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.world.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.world.device)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _leave_out_what_was_not_saved(state: dict[str, Any], path: Path) -> None:
+    """Take out LoCo's tensors that a checkpoint lacks, so that one without LoCo loads too."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, values in state["state"].items():
+        for key in [key for key in values if key.startswith("loco_")]:
+            if f"optimizer.state.{name}.{key}" not in saved:
+                del values[key]
+
+
+def _random_file(rank: int) -> str:
+    return f"random-{rank:05d}.pt"

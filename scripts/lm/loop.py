@@ -32,11 +32,8 @@ class Trainer:
     model: Decoder
     """The sharded decoder."""
 
-    inner: torch.optim.Optimizer
-    """The optimizer that updates the shards; checkpoints hold its state."""
-
     optimizer: torch.optim.Optimizer
-    """``inner``, or ``LoCoOptimizer`` around it."""
+    """The optimizer that the settings name, or ``LoCoOptimizer`` around it."""
 
     corpus: Corpus
     """The data."""
@@ -149,7 +146,6 @@ def build_trainer(settings: TrainSettings, world: World) -> Trainer:
         settings=settings,
         world=world,
         model=model,
-        inner=inner,
         optimizer=optimizer,
         corpus=corpus,
         reduction_bytes=reduction_bytes,

@@ -38,6 +38,12 @@ class World:
         dist.all_reduce(total)
         return float(total) / self.size
 
+    def any(self, flag: bool) -> bool:
+        """Tell whether the flag is set on some rank; the same answer on all."""
+        flags = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
 
 @contextmanager
 def joined_world(settings: TrainSettings) -> Iterator[World]:

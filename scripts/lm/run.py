@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
@@ -30,22 +32,36 @@ class Run:
     log: RunLog | None
     """The log; None on all ranks but rank 0."""
 
-    def complete(self) -> None:
-        """Train up to the last step and write the summary."""
+    def complete(self) -> bool:
+        """Train up to the last step and write the summary.
+
+        SIGTERM ends it after the step it is in, with a checkpoint: the result is False then.
+        """
         settings = self.trainer.settings
         first = self._resume() if settings.resume else self._refuse_checkpoints()
         if self.log is not None:
             self.log.start(settings, first)
-        for step in self._progress(first):
-            record = self.trainer.train_step(step)
-            done = step + 1
-            if _is_due(done, settings.validation_interval) and done < settings.steps:
-                record |= self._validation()
-            if _is_due(done, settings.checkpoint_interval):
-                self.checkpoints.save(done, self.trainer.model, self.trainer.inner)
-            if self.log is not None:
-                self.log.append(record)
+        with _sigterm_flag() as is_stopped:
+            for step in self._progress(first):
+                if self._step(step, is_stopped):
+                    self._say(f"Stopped by SIGTERM after step {step + 1}: saved for --resume true.")
+                    return False
         self._finish()
+        return True
+
+    def _step(self, step: int, is_stopped: list[bool]) -> bool:
+        """Do step ``step`` (counted from 0) and what is due after it; True: the run ends here."""
+        settings, trainer, done = self.trainer.settings, self.trainer, step + 1
+        record = trainer.train_step(step)
+        if _is_due(done, settings.validation_interval) and done < settings.steps:
+            record |= self._validation()
+        # The signal may reach the ranks in different steps: they stop together.
+        stops = done < settings.steps and trainer.world.any(is_stopped[0])
+        if stops or _is_due(done, settings.checkpoint_interval):
+            self.checkpoints.save(done, trainer.model, trainer.optimizer)
+        if self.log is not None:
+            self.log.append(record)
+        return stops
 
     def _resume(self) -> int:
         """Load the newest checkpoint and return the number of steps done."""
@@ -53,9 +69,8 @@ class Run:
         if step is None:
             self._say(f"No whole checkpoint in {self.checkpoints.folder}: starting at step 0.")
             return 0
-        self.checkpoints.load(step, self.trainer.model, self.trainer.inner)
-        residual = " LoCo's residual starts at zero." if self.trainer.settings.loco else ""
-        self._say(f"Resumed after step {step}.{residual}")
+        self.checkpoints.load(step, self.trainer.model, self.trainer.optimizer)
+        self._say(f"Resumed after step {step}.")
         return step
 
     def _refuse_checkpoints(self) -> int:
@@ -137,6 +152,7 @@ def build_run(settings: TrainSettings, world: World) -> Run:
             "model": asdict(settings.model),
             "optimizer": settings.optimizer.name,
             "data_tokens": len(trainer.corpus.tokens),
+            "seed": settings.seed,
         },
     )
     if world.rank == 0:
@@ -152,6 +168,17 @@ def build_run(settings: TrainSettings, world: World) -> Run:
         checkpoints=checkpoints,
         log=RunLog(folder=run_folder(settings)) if world.rank == 0 else None,
     )
+
+
+@contextmanager
+def _sigterm_flag() -> Iterator[list[bool]]:
+    """Yield a list of one flag, which SIGTERM sets instead of ending the process."""
+    flag = [False]
+    before = signal.signal(signal.SIGTERM, lambda *_: flag.__setitem__(0, True))
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _is_due(step: int, interval: int) -> bool:
