@@ -40,7 +40,7 @@ Build = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Build] = {
     "sgd": partial(SGD, lr=0.05),
     "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
-    "adagrad": partial(Adagrad, lr=0.02),
+    "adagrad": partial(Adagrad, lr=0.01),
     "adamw": partial(AdamW, lr=1e-2),
     "adamw-foreach": partial(AdamW, lr=1e-2, foreach=True),
     "adamw-fused": partial(AdamW, lr=1e-2, fused=True),

@@ -115,6 +115,17 @@ def test_unit_of_the_default_shape(backend: str, bits: int, dtype: torch.dtype) 
 
 
 @every_backend
+@pytest.mark.parametrize("residual_dtype", RESIDUAL_DTYPES)
+@pytest.mark.parametrize("largest", [1.0, -1.0])
+def test_signs_of_zeros(backend: str, residual_dtype: Any, largest: float) -> None:
+    """Each sign of a zero in the gradient with each in the residual, and of the step."""
+    exchange = one_tensor(backend, LoCoConfig(block_size=16, residual_dtype=residual_dtype), (1, 5))
+    exchange.load("0", torch.tensor([[0.0, 0.0, 0.0, -0.0, -0.0]]))
+    for _ in range(2):
+        exchange.compress(torch.tensor([[largest, 0.0, -0.0, 0.0, -0.0]]))
+
+
+@every_backend
 @pytest.mark.parametrize("block_size", [96, 1024, 4098, 8192])
 def test_large_and_uneven_blocks(backend: str, block_size: int) -> None:
     shape = (1, 2 * block_size - 40)

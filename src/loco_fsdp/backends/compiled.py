@@ -6,6 +6,7 @@ Every tile is worked on alone, so the number of threads does not change a bit.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -26,6 +27,7 @@ SCALES = ("block", "static")
 DTYPES = (torch.float32, torch.bfloat16)
 TILE_NUMEL = 32 * 1024  # elements: work for about 30 microseconds
 MIN_TILES = 4  # a thread takes: less work than that is done sooner than handed over
+PARTS = 8  # for each thread
 
 _SHIFTS = {torch.int8: -1, torch.float32: 0, torch.bfloat16: 16}
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.uint16}
@@ -117,14 +119,29 @@ def _flat(tensor: Tensor) -> NDArray[Any]:
 def _in_threads(loop: Callable[..., Any], tiles: int, *arguments: Any) -> list[Any]:
     """Call ``loop(first, last, *arguments)`` over ranges that cover all tiles."""
     threads = max(1, min(torch.get_num_threads(), tiles // MIN_TILES))
-    cuts = [tiles * part // threads for part in range(threads + 1)]
     if threads == 1:
         return [loop(0, tiles, *arguments)]
+    # A thread takes one part after another, so that none waits for one whose core is busy.
+    count = min(threads * PARTS, tiles // MIN_TILES)
+    cuts = [tiles * part // count for part in range(count + 1)]
+    parts = deque(pairwise(cuts))
+
+    def work() -> list[Any]:
+        results: list[Any] = []
+        while True:
+            try:
+                part = parts.popleft()  # safe between threads
+            except IndexError:
+                return results
+            results.append(loop(*part, *arguments))
+
     # The loops let go of Python's lock.
     pool = _pool(os.getpid(), threads - 1)
-    ranges = list(pairwise(cuts))
-    waiting = [pool.submit(loop, *part, *arguments) for part in ranges[1:]]
-    return [loop(*ranges[0], *arguments), *(future.result() for future in waiting)]
+    waiting = [pool.submit(work) for _ in range(threads - 1)]
+    results = work()
+    for future in waiting:
+        results += future.result()
+    return results
 
 
 @lru_cache(maxsize=4)

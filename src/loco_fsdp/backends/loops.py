@@ -152,12 +152,13 @@ def choose_steps(blocks: Array, half_range: Scalar, static_step: Scalar, steps: 
 
 @jit
 def round_to_codes(blocks: Array, steps: Array, half_range: Scalar, codes: Array) -> None:
-    """``clamp(round_half_even(h / step))``, as floats; 0 where the step is 0 or NaN."""
+    """``clamp(round_half_even(h / step))``, as floats, never -0; 0 where the step is 0 or NaN."""
     low, high = -half_range, half_range - F32(1.0)
     for k in range(blocks.shape[0]):
         divisor = steps[k] if abs(steps[k]) > 0 else F32(np.inf)
         for i in range(blocks.shape[1]):
-            codes[k, i] = min(max(np.rint(blocks[k, i] / divisor), low), high)
+            # Adding 0 makes +0 of -0: the reference's codes are integers.
+            codes[k, i] = min(max(np.rint(blocks[k, i] / divisor), low), high) + F32(0.0)
 
 
 @jit
