@@ -47,6 +47,8 @@ QUICK_SIZES = [16 * MI]
 SECONDS, QUICK_SECONDS = 1.0, 0.4
 """For each contender on each problem."""
 TIMEOUT_SECONDS = 600.0
+AOT_WIDTH = 150
+"""Columns of text that a line of the table of ahead-of-time figures needs."""
 
 FIRST_USE = (
     "import sys, torch; from gpu.measure import first_use; "
@@ -58,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and show what the command line asks for."""
     options = _parser().parse_args(arguments)
     if options.aot:
-        Console().print(aot_table())
+        Console(width=max(Console().width, AOT_WIDTH)).print(aot_table())
         return
     if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("TRITON_INTERPRET=1: unset it, else Triton's interpreter is measured.")
@@ -172,7 +174,7 @@ def aot_table() -> Table:
             row = json.loads(line)
             if not table.columns:
                 for name in row:
-                    table.add_column(name.replace("_", " "))
+                    table.add_column(name.replace("_", " "), no_wrap=name == "variant")
             table.add_row(*map(str, row.values()))
     if process.returncode:
         raise SystemExit("loco_fsdp_kernels.aot failed; its own words are above.")
