@@ -25,6 +25,9 @@ from lm.runlog import RunLog
 
 SCRIPT = Path(__file__).with_name("train.py")
 
+GLOBAL_BATCH = 12
+"""Sequences of a step, the same on 2, 3 and 4 ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrillSettings:
@@ -171,7 +174,7 @@ class Drill:
             "resume": "true",
             "data": "null" if settings.data is None else settings.data,
             "steps": settings.steps,
-            "batch_size": 4,
+            "batch_size": GLOBAL_BATCH // count,
             "sequence_length": 32,
             "sample_tokens": 0,
             "checkpoint_interval": settings.checkpoint_interval,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import groupby
 from typing import Any, get_args
 
 import torch
@@ -142,17 +141,15 @@ def collect(
 
     """
     entries = []
-    for _, group in groupby(parameters, key=lambda p: id(p.unit)):
-        members = list(group)
-        for p, is_held in zip(members, _held_anywhere(members), strict=True):
-            local = p.tensor.to_local()
-            entry = {META: meta.tensor(local.device)}
-            names = saved_keys(p.unit.config)
-            if RESIDUAL in names:
-                entry[RESIDUAL] = _mean(p, is_held)
-            if ROWS in names:
-                entry[ROWS] = _own_row(p, is_held, saved_ranks or p.ranks)
-            entries.append(entry)
+    held = _held_anywhere(parameters)
+    for p in parameters:
+        entry = {META: meta.tensor(p.tensor.to_local().device)}
+        names, is_held = saved_keys(p.unit.config), p.name in held
+        if RESIDUAL in names:
+            entry[RESIDUAL] = _mean(p, is_held)
+        if ROWS in names:
+            entry[ROWS] = _own_row(p, is_held, saved_ranks or p.ranks)
+        entries.append(entry)
     return entries
 
 
@@ -194,18 +191,24 @@ def _is_there(entry: Entry, key: str) -> bool:
     return isinstance(entry.get(key), Tensor)
 
 
-def _held_anywhere(members: Sequence[ShardedParameter]) -> list[bool]:
-    """Whether some rank holds a residual of these parameters of one unit.
+def _held_anywhere(parameters: Sequence[ShardedParameter]) -> set[str]:
+    """Names of the parameters of which some rank holds a residual.
 
     A parameter that got its gradients on some ranks only has a residual on those ranks only.
     """
-    unit, replicas = members[0].unit, members[0].replicas
-    held = [p.name in unit.held for p in members]
-    flags = torch.tensor(held, dtype=torch.int32, device=unit.device)
-    for group in (unit.group, replicas):
-        if group is not None and group.size() > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in flags.tolist()]
+    together: dict[tuple[int, int], list[ShardedParameter]] = {}
+    for p in parameters:
+        together.setdefault((id(p.unit.group), id(p.replicas)), []).append(p)
+    names: set[str] = set()
+    for members in together.values():  # a collective each, not one a unit
+        unit, replicas = members[0].unit, members[0].replicas
+        held = [p.name in p.unit.held for p in members]
+        flags = torch.tensor(held, dtype=torch.int32, device=unit.device)
+        for group in (unit.group, replicas):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        names |= {p.name for p, flag in zip(members, flags.tolist(), strict=True) if flag}
+    return names
 
 
 def _mean(p: ShardedParameter, is_held: bool) -> Tensor:
@@ -217,7 +220,7 @@ def _mean(p: ShardedParameter, is_held: bool) -> Tensor:
         dim = parameter.shard_dim
         chunk = _mean_chunk(p).view(parameter.chunk_shape).narrow(dim, 0, local.shape[dim])
         if dtype == torch.bfloat16:
-            chunk = chunk.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16)  # rounding up gives inf
+            chunk.clamp_(-LARGEST_BFLOAT16, LARGEST_BFLOAT16)  # rounding up gives inf
         mean = chunk.to(local.device, dtype, memory_format=torch.contiguous_format)
     else:
         mean = torch.zeros(local.shape, dtype=dtype, device=local.device)
@@ -227,14 +230,14 @@ def _mean(p: ShardedParameter, is_held: bool) -> Tensor:
 def _mean_chunk(p: ShardedParameter) -> Tensor:
     """The mean of what all ranks hold for this rank's chunk: float32 ``[row_numel]``."""
     if p.unit.world_size == 1:
-        total = p.unit.rows(p.name)[0]
+        total = p.unit.rows(p.name)[0].clone()  # it may be the residual itself
     elif p.unit.config.residual_dtype == "int8":
         total = _sum_of_codes(p)
     else:
         total = _sum_of_floats(p)
     if p.replicas is not None:
         dist.all_reduce(total, group=p.replicas)
-    return total * (p.divisor / p.ranks)
+    return total.mul_(p.divisor / p.ranks)
 
 
 def _sum_of_codes(p: ShardedParameter) -> Tensor:
