@@ -90,8 +90,12 @@ class LoCoHandle:
 
     @property
     def has_reduced(self) -> bool:
-        """True if gradients were reduced since the last step."""
+        """True if gradients were reduced since the last step, or since they were cleared."""
         return self._calls() != self._calls_at_last_step
+
+    def forget_reduction(self) -> None:
+        """The gradients that were reduced are gone: no step will follow that uses them."""
+        self._calls_at_last_step = self._calls()
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the gradients are not what a step should use.
@@ -117,7 +121,8 @@ class LoCoHandle:
         self.check()
         if not self.has_reduced:
             return
-        self._calls_at_last_step = self._calls()
+        self.forget_reduction()
+        self.saved_ranks = None  # nothing was loaded, and a job that trains saves its own rows
         self.steps += 1
         interval = self.config.reset_interval
         if interval and self.steps % interval == 0:
@@ -185,7 +190,7 @@ class LoCoHandle:
         for p, _ in found:
             p.unit.forget([p.name])
         self.steps = metas[0].steps if metas else 0
-        self._calls_at_last_step = self._calls()
+        self.forget_reduction()
         self.saved_ranks = None
         restore(found)
         self._warn_of_missing(found, state_dict)

@@ -24,6 +24,7 @@ from loco_fsdp.handle import LoCoHandle
 from loco_fsdp.optimizer_state import (
     all_zero,
     has_own_state,
+    has_progress,
     hide_names,
     is_template_step,
     local_device,
@@ -31,6 +32,7 @@ from loco_fsdp.optimizer_state import (
     parameters_of,
     put_names,
     split_entries,
+    take_names,
     with_entries,
 )
 
@@ -114,7 +116,7 @@ class LoCoOptimizer(DelegatingOptimizer):
         self._late_hook: RemovableHandle | None = None
         self._template: Any = None  # the inner state, if a step made it that was none
         self._named = -1  # how many states there were when names were put into them
-        self._bare: set[int] = set()  # positions that had an entry but no state when loaded
+        self._has_names_alone = False  # in some parameter's state
         self._to_restore: dict[int, Entry] | None = None
         if model is not None and any(fsdp_states(model)):
             self._attach(model)
@@ -153,10 +155,10 @@ class LoCoOptimizer(DelegatingOptimizer):
             return None
         if closure is None:
             self._check_gradients()
-            self._drop_template()
+            self._make_state_own()
             loss = self.inner.step()
         else:
-            self._drop_template()
+            self._make_state_own()
             loss = self.inner.step(partial(self._checked, closure))
         if self._handle is not None:
             self._handle.step()
@@ -172,16 +174,15 @@ class LoCoOptimizer(DelegatingOptimizer):
         """
         state_dict, handle = self.inner.state_dict(), self._handle_by_now()
         if handle is None:
-            return state_dict
+            return with_entries(state_dict, self.inner, self._to_restore or {})
         is_untouched = self._has_template()
         meta = Meta.of(self._config, handle.steps, is_untouched)
-        state_dict["loco"] = {META: meta.tensor(torch.device("cpu"))}
         self._put_names(stepped=False)
         found = handle.state_dict(is_untouched=is_untouched)
         names = self._names(handle)
         entries: dict[int, Entry] = {}
         for position, p in enumerate(parameters_of(self.inner)):
-            if id(p) in names and (self.inner.state.get(p) or position in self._bare):
+            if id(p) in names:
                 entries[position] = found[names[id(p)]]
             elif self.inner.state.get(p) and not has_own_state(self.inner, p):
                 entries[position] = {META: meta.tensor(local_device(p))}
@@ -195,20 +196,23 @@ class LoCoOptimizer(DelegatingOptimizer):
         """
         handle = self._handle_by_now()
         own, entries = split_entries(state_dict)
-        found = [Meta.read(entry) for entry in (state_dict.get("loco", {}), *entries.values())]
-        metas = [meta for meta in found if meta is not None]
+        metas = [meta for entry in entries.values() if (meta := Meta.read(entry)) is not None]
         self.inner.load_state_dict(own)
-        self._template = self.inner.state if metas and metas[0].is_untouched else None
-        self._named, parameters = -1, parameters_of(self.inner)
-        self._bare = {i for i in entries if not self.inner.state.get(parameters[i])}
-        if metas and not entries:  # saved before anything was there to save
-            if handle is not None:
-                handle.reset()
-                handle.steps = metas[0].steps
-            return
-        self._to_restore = entries if handle is not None or own["state"] else None
+        self._named, self._template = -1, None
+        if metas and metas[0].is_untouched:
+            if has_progress(self.inner):
+                entries = {}  # of a plain optimizer: ours are the template that it was loaded into
+            else:
+                self._template = self.inner.state
+        self._to_restore = entries if handle is not None or entries or own["state"] else None
         if handle is not None:
             self._restore(handle)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none)
+        if self._handle is not None:
+            self._handle.forget_reduction()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer."""
@@ -281,7 +285,8 @@ class LoCoOptimizer(DelegatingOptimizer):
         if self._handle is None or (stepped and len(self.inner.state) == self._named):
             return
         compressible = self._names(self._handle).keys()
-        put_names(self.inner, compressible, saved_keys(self._config), stepped=stepped)
+        keys = saved_keys(self._config)
+        self._has_names_alone |= put_names(self.inner, compressible, keys, stepped=stepped)
         if stepped:
             self._named = len(self.inner.state)
 
@@ -298,7 +303,11 @@ class LoCoOptimizer(DelegatingOptimizer):
         # Another object is there once a state has been loaded, also into the inner optimizer.
         return self._template is not None and self._template is self.inner.state
 
-    def _drop_template(self) -> None:
+    def _make_state_own(self) -> None:
+        """Leave nothing in the inner optimizer's state that a step of it would not expect."""
+        if self._has_names_alone:
+            take_names(self.inner)
+            self._has_names_alone = False
         if self._has_template():
             self.inner.state.clear()
         self._template = None

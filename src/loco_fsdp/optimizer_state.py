@@ -3,7 +3,8 @@
 An entry is the tensors of one parameter under the names ``checkpoint.KEYS``. In a state dict they
 lie beside the optimizer's own. In the live state only their names are there, with None: DCP's
 flattened form loads just the names that it finds in ``optimizer.state[p]``. Optimizers such as
-AdamW take ``state[p]`` for complete as soon as it is not empty, so neither is ever the first there.
+AdamW take ``state[p]`` for complete as soon as it is not empty, so where the names would be alone
+they are taken out before each step, and in a state dict such entries lie outside the states.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch.optim import Optimizer
 
 from loco_fsdp.checkpoint import KEYS, META, Entry
 
+LARGEST_AFTER_TEMPLATE_STEP = {"step": 1, "exp_avg": 0, "momentum_buffer": 0}
+"""What torch's optimizers, and most others, have in their states after one zero gradient."""
+
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters, in the order of the groups: position -> parameter."""
@@ -31,27 +35,45 @@ def put_names(
     names: Sequence[str],
     *,
     stepped: bool,
-) -> None:
+) -> bool:
     """Put the names of entries into the live state of the parameters that have one.
+
+    An optimizer that keeps no state at all, but has done a step, gets names for every parameter
+    that is trained: DCP wants a state of all parameters or of none.
 
     Args:
         optimizer: the wrapped optimizer.
         compressible: ids of the parameters that may have a residual.
         names: names of the tensors in their entries. Others have ``loco_meta`` alone, and only
-            without a state of their own: DCP wants a state of all parameters or of none.
-        stepped: the optimizer has just done a step, so that what it has not given a state to,
-            though there is a gradient, never gets one; nor does anything if nothing has one.
+            without a state of their own.
+        stepped: the optimizer has just done a step: what it has not given a state to, though
+            there is a gradient, needs none.
+
+    Returns:
+        Whether there are names alone in a state, for ``take_names``.
 
     """
     parameters = parameters_of(optimizer)
-    is_stateless = stepped and not any(has_own_state(optimizer, p) for p in parameters)
+    is_stateless = (stepped or bool(optimizer.state)) and not any(
+        has_own_state(optimizer, p) for p in parameters
+    )
+    is_any_alone = False
     for p in parameters:
-        if optimizer.state.get(p):
+        if has_own_state(optimizer, p):
             if id(p) in compressible:
                 optimizer.state[p].update(dict.fromkeys(names))
         elif (is_stateless and p.requires_grad) or (stepped and p.grad is not None):
             own = names if id(p) in compressible else (META,)
             optimizer.state[p].update(dict.fromkeys(own))
+            is_any_alone = True
+    return is_any_alone
+
+
+def take_names(optimizer: Optimizer) -> None:
+    """Take away the states that are names alone."""
+    for p, state in list(optimizer.state.items()):
+        if state and not has_own_state(optimizer, p):
+            del optimizer.state[p]
 
 
 def has_own_state(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -76,14 +98,22 @@ def hide_names(_: Optimizer, state_dict: dict[str, Any]) -> None:
 def with_entries(
     state_dict: dict[str, Any], optimizer: Optimizer, entries: Mapping[int, Entry]
 ) -> dict[str, Any]:
-    """Return a state dict of ``optimizer`` with the entries, by position, added to its states."""
+    """Return a state dict of ``optimizer`` with the entries, by position, added to its states.
+
+    Those of parameters without a state lie under ``loco``, where a plain optimizer that loads
+    this does not take them for a state.
+    """
     parameters = parameters_of(optimizer)
     first = {id(p): i for i, p in reversed(list(enumerate(parameters)))}  # as torch numbers them
-    state = dict(state_dict["state"])
+    state: dict[int, Any] = dict(state_dict["state"])
+    beside: dict[int, Entry] = {}
     for position, entry in entries.items():
         index = first[id(parameters[position])]
-        state[index] = {**state.get(index, {}), **entry}
-    return {**state_dict, "state": state}
+        if optimizer.state.get(parameters[position]):
+            state[index] = {**state.get(index, {}), **entry}
+        else:
+            beside[index] = entry
+    return {**state_dict, "state": state, **({"loco": beside} if beside else {})}
 
 
 def split_entries(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, Entry]]:
@@ -100,7 +130,20 @@ def split_entries(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[i
             entries[positions[label]] = {k: values[k] for k in KEYS if k in values}
         if own := _without_entry(values):
             state[label] = own
-    return {**state_dict, "state": state}, entries
+    entries |= state_dict.get("loco", {})
+    others = {key: value for key, value in state_dict.items() if key != "loco"}
+    return {**others, "state": state}, entries
+
+
+def has_progress(optimizer: Optimizer) -> bool:
+    """Tell whether the state shows more than one step, or a gradient that was not zero."""
+    for state in optimizer.state.values():
+        for key, most in LARGEST_AFTER_TEMPLATE_STEP.items():
+            value = state.get(key, 0)
+            local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+            if bool((local.abs() > most).any()):
+                return True
+    return False
 
 
 def is_template_step(optimizer: Optimizer) -> bool:

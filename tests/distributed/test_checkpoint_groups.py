@@ -1,8 +1,7 @@
-"""Parameter groups that grow, are empty or are swapped, and a late attachment, around a save."""
+"""Parameter groups that grow, are empty or are swapped around a save."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from distributed.checkpoint_runs import OPTIMIZERS, load_from, net, save_to
+from distributed.checkpoint_runs import OPTIMIZERS, load_from, save_to
 from distributed.models import TINY, residuals, same
 from distributed.optimizer_runs import Net, plain_net, shard, train
 from loco_fsdp import LoCoOptimizer
@@ -102,23 +101,3 @@ def swapped(folder: str) -> Any:
 def test_parameters_swapped_before_the_load(ranks: RankPool, tmp_path: Path) -> None:
     """Field case 52: residuals are found by the live parameters, none is orphaned."""
     assert ranks.run(swapped, 2, str(tmp_path)) == [(3, True)] * 2
-
-
-def loaded_before_it_is_attached() -> Any:
-    """Without a model the units are found at the first forward: what was loaded waits for it."""
-    model, optimizer = net(OPTIMIZERS["adamw"], EXACT)
-    train(model, optimizer, range(3))
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    straight = train(model, optimizer, range(3, 6))
-    other = shard(plain_net())
-    other.load_state_dict(weights)
-    late = LoCoOptimizer(AdamW(other.parameters(), lr=1e-2), config=EXACT)
-    late.load_state_dict(torch.load(buffer, weights_only=False))
-    return straight == train(other, late, range(3, 6)), late.loco.steps
-
-
-def test_loaded_before_it_is_attached(ranks: RankPool) -> None:
-    assert ranks.run(loaded_before_it_is_attached, 2) == [(True, 6)] * 2
