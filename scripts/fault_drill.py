@@ -5,7 +5,8 @@
 Trains a small model by ``scripts/train.py`` on 4 local ranks. A random rank gets SIGKILL at some
 random moment; the others have to end by themselves; the run goes on from its newest whole
 checkpoint on 2 to 4 ranks. Prints each kill, and whether the loss at the end is within ``band`` of
-a run on 4 ranks that nobody disturbed, and ends with status 1 if it is not.
+a run on 4 ranks that nobody disturbed. Ends with status 1 if it is not, if a rank that was left
+ended as if all were well, or if more steps were lost than lie between two checkpoints.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Drill:
         settings = self.settings
         (settings.folder / "runs" / "drill").mkdir(parents=True)
         wanted = self._undisturbed_loss()
-        marks = sorted(self.chance.sample(range(2, settings.steps - 2), settings.kills))
+        marks = sorted(self.chance.sample(range(2, settings.steps - 5), settings.kills))
         ranks = self._start("disturbed", 4)
         for mark in marks:
             kill = self._kill(ranks, mark)
@@ -150,6 +151,7 @@ class Drill:
                 f"{kill.resumed_from}, {kill.step - kill.resumed_from} steps lost",
                 flush=True,
             )
+            self._require_bounded(kill)
             ranks = self._start("disturbed", self.chance.randint(2, 4))
         self._finish(ranks)
         found = self._loss("disturbed")
@@ -161,6 +163,17 @@ class Drill:
             f"{settings.band:.0%}"
         )
         return is_inside
+
+    def _require_bounded(self, kill: Kill) -> None:
+        lost, most = kill.step - kill.resumed_from, self.settings.checkpoint_interval
+        if not 0 <= lost <= most:
+            raise RuntimeError(
+                f"After step {kill.step} {lost} steps were lost: wanted 0 to {most}."
+            )
+        if 0 in kill.statuses:
+            raise RuntimeError(
+                f"The ranks that were left ended with {kill.statuses}: wanted a failure of each."
+            )
 
     def _undisturbed_loss(self) -> float:
         self._finish(self._start("undisturbed", 4))

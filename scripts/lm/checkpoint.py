@@ -9,6 +9,7 @@ random numbers are taken up again where the number is the same.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -53,12 +54,7 @@ class Checkpoints:
 
     def steps_on_disk(self) -> list[int]:
         """Steps of the whole checkpoints that this rank sees, in order; not a collective."""
-        # The two files are the last to be written: a copy that was interrupted lacks one.
-        whole = (
-            path.name
-            for path in self.folder.glob("step-*")
-            if (path / ".metadata").is_file() and (path / "run.json").is_file()
-        )
+        whole = (path.name for path in self.folder.glob("step-*") if _is_whole(path))
         return sorted(int(m[1]) for name in whole if (m := re.fullmatch(r"step-(\d+)", name)))
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,11 +64,14 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
         save(_state(model, optimizer), checkpoint_id=partial)
-        torch.save(self._random_state(), partial / _random_file(self.world.rank))
+        with (partial / _random_file(self.world.rank)).open("wb") as file:
+            torch.save(self._random_state(), file)
+            file.flush()
+            os.fsync(file.fileno())
         dist.barrier()
         if self.world.rank == 0:
             run = {"steps": step, "ranks": self.world.size, "identity": self.identity}
-            (partial / "run.json").write_text(json.dumps(run, indent=2))
+            write_atomically(partial / "run.json", json.dumps(run, indent=2) + "\n")
             self._publish(step, partial)
         dist.barrier()
 
@@ -136,6 +135,21 @@ def _leave_out_what_was_not_saved(state: dict[str, Any], path: Path) -> None:
         for key in [key for key in values if key.startswith("loco_")]:
             if f"optimizer.state.{name}.{key}" not in saved:
                 del values[key]
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a copy of a checkpoint, which somebody may have interrupted, is complete."""
+    try:
+        ranks = json.loads((path / "run.json").read_text())["ranks"]
+        files = FileSystemReader(path).read_metadata().storage_data.values()
+    except Exception:  # a file is not there, or is half a file
+        return False
+    sizes = {_random_file(rank): 1 for rank in range(ranks)}
+    for info in files:
+        end = info.offset + info.length
+        sizes[info.relative_path] = max(end, sizes.get(info.relative_path, 0))
+    present = ((path / name, size) for name, size in sizes.items())
+    return all(file.is_file() and file.stat().st_size >= size for file, size in present)
 
 
 def _random_file(rank: int) -> str:

@@ -57,10 +57,10 @@ class Run:
             record |= self._validation()
         # The signal may reach the ranks in different steps: they stop together.
         stops = done < settings.steps and trainer.world.any(is_stopped[0])
+        if self.log is not None:
+            self.log.append(record)  # before the save: a run goes on after what is in both
         if stops or _is_due(done, settings.checkpoint_interval):
             self.checkpoints.save(done, trainer.model, trainer.optimizer)
-        if self.log is not None:
-            self.log.append(record)
         return stops
 
     def _resume(self) -> int:

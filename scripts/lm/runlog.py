@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,7 +73,13 @@ class RunLog:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new text, never half of it."""
+    """Write a file so that a reader sees the old or the new text, never half of it.
+
+    Not even after the machine has lost its power.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)

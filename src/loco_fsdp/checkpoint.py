@@ -141,7 +141,8 @@ def collect(
 
     """
     entries = []
-    held = _held_anywhere(parameters)
+    # One that got its gradients on some ranks only has a residual on those ranks only.
+    held = _on_any_rank(parameters, [p.name in p.unit.held for p in parameters])
     for p in parameters:
         entry = {META: meta.tensor(p.tensor.to_local().device)}
         names, is_held = saved_keys(p.unit.config), p.name in held
@@ -159,9 +160,7 @@ def restore(found: Iterable[tuple[ShardedParameter, Entry]]) -> None:
 
     Collective as `collect` is, for entries with the same names on all ranks. Any number of ranks,
     storage, block size and codec: values are dense in between. With another gain the residual is
-    scaled so that the backlog, ``e / gain``, stays as it was.
-
-    Raises ``ValueError`` on a wrong shape or non-finite values.
+    scaled so that the backlog, ``e / gain``, stays as it was. `validate` comes before it.
     """
     for p, entry in found:
         meta = Meta.read(entry)
@@ -173,6 +172,29 @@ def restore(found: Iterable[tuple[ShardedParameter, Entry]]) -> None:
             rows = _rows_of_mean(p, entry[RESIDUAL])
         if rows is not None and rows.any():
             p.unit.load_rows(p.name, rows * (gain / meta.gain / p.divisor))
+
+
+@torch.no_grad()
+def validate(found: Sequence[tuple[ShardedParameter, Entry]]) -> None:
+    """Raise ``ValueError`` if an entry cannot be loaded. Collective as `collect` is.
+
+    Its format version is another one, a tensor has a wrong shape, or, on any rank, a value that
+    is not finite: then every rank raises.
+    """
+    for p, entry in found:
+        Meta.read(entry)
+        for key, wanted in ((RESIDUAL, [*p.tensor.shape]), (ROWS, ["ranks", *p.tensor.shape])):
+            shape = list(entry[key].shape) if _is_there(entry, key) else wanted
+            if len(shape) != len(wanted) or shape[-p.tensor.dim() :] != list(p.tensor.shape):
+                text = ", ".join(map(str, wanted))
+                raise ValueError(f"{key} of '{p.name}' has shape {shape}: wanted [{text}].")
+    parameters = [p for p, _ in found]
+    flawed = _on_any_rank(parameters, [not _is_finite(entry) for _, entry in found])
+    if flawed:
+        raise ValueError(
+            f"The saved residual of {', '.join(map(repr, sorted(flawed)))} holds a NaN or an "
+            "infinity: take it out of the state to start it at zero."
+        )
 
 
 def saved_keys(config: LoCoConfig) -> tuple[str, ...]:
@@ -191,23 +213,27 @@ def _is_there(entry: Entry, key: str) -> bool:
     return isinstance(entry.get(key), Tensor)
 
 
-def _held_anywhere(parameters: Sequence[ShardedParameter]) -> set[str]:
-    """Names of the parameters of which some rank holds a residual.
+def _is_finite(entry: Entry) -> bool:
+    """Tell whether what this rank has of the residual is finite."""
+    stored = [entry[key] for key in (RESIDUAL, ROWS) if _is_there(entry, key)]
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in stored]
+    return all(bool(value.isfinite().all()) for value in local)
 
-    A parameter that got its gradients on some ranks only has a residual on those ranks only.
-    """
-    together: dict[tuple[int, int], list[ShardedParameter]] = {}
-    for p in parameters:
-        together.setdefault((id(p.unit.group), id(p.replicas)), []).append(p)
+
+def _on_any_rank(parameters: Sequence[ShardedParameter], flags: Sequence[bool]) -> set[str]:
+    """Names of the parameters whose flag is set on some rank that shares their residual."""
+    together: dict[tuple[int, int], list[tuple[ShardedParameter, bool]]] = {}
+    for p, flag in zip(parameters, flags, strict=True):
+        together.setdefault((id(p.unit.group), id(p.replicas)), []).append((p, flag))
     names: set[str] = set()
     for members in together.values():  # a collective each, not one a unit
-        unit, replicas = members[0].unit, members[0].replicas
-        held = [p.name in p.unit.held for p in members]
-        flags = torch.tensor(held, dtype=torch.int32, device=unit.device)
+        unit, replicas = members[0][0].unit, members[0][0].replicas
+        own = [flag for _, flag in members]
+        found = torch.tensor(own, dtype=torch.int32, device=unit.device)
         for group in (unit.group, replicas):
             if group is not None and group.size() > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        names |= {p.name for p, flag in zip(members, flags.tolist(), strict=True) if flag}
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        names |= {p.name for (p, _), is_set in zip(members, found.tolist(), strict=True) if is_set}
     return names
 
 
@@ -252,7 +278,8 @@ def _sum_of_codes(p: ShardedParameter) -> Tensor:
         layout.steps(payload, 0).copy_(steps)
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=unit.group)
-    total = torch.empty(layout.segments[0].numel, device=unit.device)
+    numel = layout.segments[0].numel
+    total = torch.empty(numel, dtype=torch.float32, device=unit.device)
     table = work_table(layout, None, (), unit.device)
     reduce(received, table, total, torch.float32, 1.0, config)
     return total
@@ -293,8 +320,6 @@ def _own_row(p: ShardedParameter, is_held: bool, ranks: int) -> Tensor:
 
 def _rows_of_own(p: ShardedParameter, stored: Tensor) -> Tensor:
     """From ``loco_residual_rows``: the rows this rank got, times W' / W, as ``[W', row_numel]``."""
-    if stored.shape[1:] != p.tensor.shape:
-        raise _wrong_shape(p, ROWS, stored, f"[ranks, {', '.join(map(str, p.tensor.shape))}]")
     inherited = _local(stored, p.tensor, p.rows_placements()).to(p.unit.device, torch.float32)
     full = inherited.sum(0) * (p.ranks / stored.shape[0])
     return full_to_rows(full, p.unit.parameters[p.name], p.unit.world_size)
@@ -302,8 +327,6 @@ def _rows_of_own(p: ShardedParameter, stored: Tensor) -> Tensor:
 
 def _rows_of_mean(p: ShardedParameter, stored: Tensor) -> Tensor:
     """From ``loco_residual``: the whole mean as float32 ``[W, row_numel]``, on every rank."""
-    if stored.shape != p.tensor.shape:
-        raise _wrong_shape(p, RESIDUAL, stored, str(list(p.tensor.shape)))
     parameter, unit = p.unit.parameters[p.name], p.unit
     local = _local(stored, p.tensor, p.tensor.placements).to(unit.device)
     dim = parameter.shard_dim
@@ -338,7 +361,3 @@ def _like(parameter: DTensor, local: Tensor) -> DTensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _wrong_shape(p: ShardedParameter, key: str, stored: Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{key} of '{p.name}' has shape {list(stored.shape)}: wanted {wanted}.")

@@ -19,6 +19,7 @@ from loco_fsdp.checkpoint import (
     has_residual,
     restore,
     saved_keys,
+    validate,
 )
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.metrics import CommStats, UnitSummary, format_table
@@ -176,14 +177,11 @@ class LoCoHandle:
 
         Collective. Broken units are whole again. Residuals that are not in ``state_dict`` become
         0, and a warning says so. ``only``: the names of the parameters to load, all by default.
-        Raises ``ValueError`` on an unknown format version, before anything is changed, or on
-        tensors of a wrong shape.
+        Raises ``ValueError`` on an unknown format version, a tensor of a wrong shape or one that
+        is not finite, on every rank and before anything is changed.
         """
-        found = [
-            (p, state_dict.get(p.name, {}))
-            for p in self.compressible_parameters()
-            if only is None or p.name in only
-        ]
+        found = self._entries(state_dict, only)
+        validate(found)
         metas = [meta for _, entry in found if (meta := Meta.read(entry)) is not None]
         if any(unit.is_broken for unit in self.units):
             self.reset()
@@ -194,6 +192,21 @@ class LoCoHandle:
         self.saved_ranks = None
         restore(found)
         self._warn_of_missing(found, state_dict)
+
+    def validate(
+        self, state_dict: Mapping[str, Entry], *, only: Collection[str] | None = None
+    ) -> None:
+        """Raise what ``load_state_dict`` would, and load nothing. Collective."""
+        validate(self._entries(state_dict, only))
+
+    def _entries(
+        self, state_dict: Mapping[str, Entry], only: Collection[str] | None
+    ) -> list[tuple[ShardedParameter, Entry]]:
+        return [
+            (p, state_dict.get(p.name, {}))
+            for p in self.compressible_parameters()
+            if only is None or p.name in only
+        ]
 
     def _warn_of_missing(
         self, found: Sequence[tuple[ShardedParameter, Entry]], state_dict: Mapping[str, Entry]

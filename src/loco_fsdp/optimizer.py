@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, overload
 
@@ -192,11 +192,13 @@ class LoCoOptimizer(DelegatingOptimizer):
         """Load what ``state_dict()``, or a plain optimizer's, returned on any number of ranks.
 
         Collective. Without residuals in it they become zero, with one warning. Raises
-        ``ValueError`` on an unknown format version, before anything is changed.
+        ``ValueError`` as `LoCoHandle.load_state_dict` does, before anything is changed.
         """
         handle = self._handle_by_now()
         own, entries = split_entries(state_dict)
         metas = [meta for entry in entries.values() if (meta := Meta.read(entry)) is not None]
+        if handle is not None:
+            handle.validate(**self._by_name(handle, entries))
         self.inner.load_state_dict(own)
         self._named, self._template = -1, None
         if metas and metas[0].is_untouched:
@@ -294,10 +296,14 @@ class LoCoOptimizer(DelegatingOptimizer):
         entries, self._to_restore = self._to_restore, None
         if entries is None:
             return
+        handle.load_state_dict(**self._by_name(handle, entries))
+
+    def _by_name(self, handle: LoCoHandle, entries: Mapping[int, Entry]) -> dict[str, Any]:
+        """Return entries by position as ``LoCoHandle.load_state_dict`` takes them."""
         names, parameters = self._names(handle), parameters_of(self.inner)
         own = {names[id(p)] for p in parameters if id(p) in names}
         named = {names.get(id(parameters[i]), f"parameter {i}"): e for i, e in entries.items()}
-        handle.load_state_dict(named, only=own)  # another optimizer's parameters stay as they are
+        return {"state_dict": named, "only": own}  # another optimizer's parameters stay as they are
 
     def _has_template(self) -> bool:
         # Another object is there once a state has been loaded, also into the inner optimizer.

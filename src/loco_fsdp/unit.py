@@ -159,7 +159,7 @@ class Unit:
         self._require_sound()
         parameter, state = self.parameters[name], self._state(name)
         if state.shape is None:
-            return torch.zeros(parameter.shape, device=self._device)
+            return torch.zeros(parameter.shape, dtype=torch.float32, device=self._device)
         return rows_to_full(state.dense(), parameter)
 
     def load_residual(self, name: str, values: Tensor) -> None:
@@ -196,7 +196,7 @@ class Unit:
         if name in self.held:
             return self._residuals[name].dense()
         shape = self.world_size, self.parameters[name].row_numel
-        return torch.zeros(shape, device=self._device)
+        return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     def encoded(self, name: str) -> tuple[Tensor, Tensor]:
         """The residual of a held parameter as it is stored, see ``ResidualState.encoded``."""
@@ -206,11 +206,7 @@ class Unit:
     def load_rows(self, name: str, rows: Tensor) -> None:
         """Undo ``rows``; a job of one rank keeps what it is given for the next one."""
         self._residuals.setdefault(name, ResidualState(self.config))
-        try:
-            self.load_residual(name, rows_to_full(rows, self.parameters[name]))
-        except ValueError as error:
-            error.add_note(f"This is the residual of '{name}'.")
-            raise
+        self.load_residual(name, rows_to_full(rows, self.parameters[name]))
 
     def stats(self) -> CommStats:
         """Figures so far; reading them waits for the device."""

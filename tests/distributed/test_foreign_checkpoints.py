@@ -7,7 +7,6 @@ import unittest
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from distributed.checkpoint_runs import (
 from distributed.models import TINY, residuals
 from distributed.optimizer_runs import loss_of, parameters, plain_net, shard, train
 from loco_fsdp import LoCoOptimizer
-from loco_fsdp.checkpoint import KEYS, META, RESIDUAL
+from loco_fsdp.checkpoint import KEYS
 from rank_pool import RankPool
 
 EXACT = replace(TINY, residual_checkpoint="exact")
@@ -249,51 +248,6 @@ def test_dropped_residuals_are_named(ranks: RankPool) -> None:
         assert "residuals of 2 parameters that are not compressed here" in message
 
 
-def of_version(version: int) -> Any:
-    model, optimizer = net(OPTIMIZERS["adamw"], TINY)
-    train(model, optimizer, range(2))
-    state = copy.deepcopy(optimizer.state_dict())
-    for values in state["state"].values():
-        if META in values:
-            values[META][0] = version
-    before = parameters(model), residuals(optimizer.loco), optimizer.loco.steps
-    inner = {id(p): copy.deepcopy(s) for p, s in optimizer.state.items()}
-    with pytest.raises(ValueError, match=rf"format version {version}: wanted 1\..*loco_residual"):
-        optimizer.load_state_dict(state)
-    after = parameters(model), residuals(optimizer.loco), optimizer.loco.steps
-    steps = all(
-        torch.equal(optimizer.state[p]["step"], inner[id(p)]["step"]) for p in optimizer.state
-    )
-    return steps and all(
-        torch.equal(one[name], other[name])
-        for one, other in zip(before[:2], after[:2], strict=True)
-        for name in one
-    )
-
-
-def test_unknown_format_version(ranks: RankPool) -> None:
-    """A sentence, and nothing has been loaded."""
-    assert ranks.run(of_version, 2, 7) == [True, True]
-
-
-def of_wrong_shape() -> None:
-    model, optimizer = net(OPTIMIZERS["adamw"], TINY)
-    train(model, optimizer, range(2))
-    state = optimizer.loco.state_dict()
-    wrong = {**state, "inp.weight": {**state["inp.weight"], RESIDUAL: torch.zeros(3, 3)}}
-    with pytest.raises(ValueError, match=r"'inp.weight' has shape \[3, 3\]: wanted \[24, 10\]"):
-        optimizer.loco.load_state_dict(wrong)
-    nans = torch.full((24, 10), torch.nan)
-    wrong = {**state, "inp.weight": {**state["inp.weight"], RESIDUAL: nans}}
-    with pytest.raises(ValueError, match="NaN or infinite") as raised:
-        optimizer.loco.load_state_dict(wrong)
-    assert "'inp.weight'" in "".join(raised.value.__notes__)
-
-
-def test_wrong_tensors_are_named(ranks: RankPool) -> None:
-    ranks.run(of_wrong_shape, 2)
-
-
 # The handle as a Stateful
 
 
@@ -359,32 +313,3 @@ def two_optimizers() -> Any:
 
 def test_two_optimizers(ranks: RankPool) -> None:
     assert ranks.run(two_optimizers, 2) == [True, True]
-
-
-# Broken units
-
-
-def broken() -> Any:
-    model, optimizer = net(OPTIMIZERS["adamw"], TINY)
-    train(model, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    failing = mock.patch("torch.distributed.all_to_all_single", side_effect=RuntimeError("cut"))
-    with failing, pytest.raises(RuntimeError, match="cut"):
-        loss_of(model, 2).backward()
-    for call in (
-        optimizer.state_dict,
-        optimizer.loco.state_dict,
-        lambda: get_optimizer_state_dict(model, optimizer),
-    ):
-        with pytest.raises(RuntimeError, match=r"is broken since an exchange failed.*cut"):
-            call()
-    optimizer.zero_grad()
-    optimizer.load_state_dict(saved)
-    optimizer.state_dict()
-    return train(model, optimizer, range(2, 4)), optimizer.loco.steps
-
-
-def test_a_broken_unit_is_not_saved(ranks: RankPool) -> None:
-    """Half-updated residuals never reach a checkpoint; loading one makes the unit whole again."""
-    for losses, steps in ranks.run(broken, 2):
-        assert len(losses) == 2 and steps == 4

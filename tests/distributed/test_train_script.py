@@ -72,12 +72,20 @@ def test_loco_turned_on_and_off(ranks: RankPool, tmp_path: Path, had_loco: bool)
     assert len(ranks.run(train, 2, tmp_path, longer)[0]) == 6
 
 
-def test_half_a_copy_is_no_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [".metadata", "run.json", "random-00001.pt", "__1_0.distcp"])
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_half_a_copy_is_no_checkpoint(
+    ranks: RankPool, tmp_path: Path, damage: str, is_emptied: bool
+) -> None:
+    """Whatever file is missing, or is there but has nothing in it yet."""
     settings = tiny(tmp_path, steps=4, checkpoint_interval=2, loco=EXACT)
     ranks.run(train, 2, tmp_path, settings)
     path = tmp_path / "runs/tiny/checkpoints"
     assert sorted(p.name for p in path.iterdir()) == ["latest", "step-00000002", "step-00000004"]
-    (path / "step-00000004" / ".metadata").unlink()
+    damaged = path / "step-00000004" / damage
+    damaged.unlink()
+    if is_emptied:
+        damaged.touch()
     resumed = ranks.run(train, 2, tmp_path, replace(settings, resume=True, steps=5))[0]
     assert len(resumed) == 5
 
