@@ -196,16 +196,16 @@ class LoCoOptimizer(DelegatingOptimizer):
         """
         handle = self._handle_by_now()
         own, entries = split_entries(state_dict)
-        metas = [meta for entry in entries.values() if (meta := Meta.read(entry)) is not None]
+        metas = {i: meta for i, entry in entries.items() if (meta := Meta.read(entry)) is not None}
         if handle is not None:
             handle.validate(**self._by_name(handle, entries))
         self.inner.load_state_dict(own)
         self._named, self._template = -1, None
-        if metas and metas[0].is_untouched:
-            if has_progress(self.inner):
-                entries = {}  # of a plain optimizer: ours are the template that it was loaded into
-            else:
-                self._template = self.inner.state
+        untouched = {i for i, meta in metas.items() if meta.is_untouched}
+        if untouched and len(untouched) == len(metas) and not has_progress(self.inner):
+            self._template = self.inner.state
+        else:  # what was not saved: only the template, into which the rest was loaded, has it
+            entries = {i: entry for i, entry in entries.items() if i not in untouched}
         self._to_restore = entries if handle is not None or entries or own["state"] else None
         if handle is not None:
             self._restore(handle)

@@ -190,6 +190,27 @@ def test_a_plain_job_continued_by_ours(ranks: RankPool, tmp_path: Path) -> None:
         assert counted == 1
 
 
+def skipping_less(folder: str) -> Any:
+    """The first parameter was exempt in the job that saved; the others keep their residuals."""
+    model, optimizer = net(config=replace(EXACT, skip=("inp.weight",)))
+    train(model, optimizer, range(3))
+    save_to(folder, model, optimizer)
+    other, fresh = net(config=EXACT)
+    weights, state = get_state_dict(other, fresh)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": state}
+    load(loaded, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(other, fresh, loaded["optimizer"])
+    found, wanted = residuals(fresh.loco), residuals(optimizer.loco)
+    first = found.pop("inp.weight")
+    wanted.pop("inp.weight", None)
+    return bool(first.any()), same(found, wanted), fresh.loco.steps
+
+
+def test_what_was_not_saved_starts_at_zero(ranks: RankPool, tmp_path: Path) -> None:
+    """And what was saved is loaded, counters too."""
+    assert ranks.run(skipping_less, 2, str(tmp_path)) == [(False, True, 3)] * 2
+
+
 def rows_saved() -> list[int]:
     """Rows of a save after ``saved_ranks`` was set and nothing loaded."""
     model, optimizer = net(config=EXACT)
