@@ -100,7 +100,7 @@ RESIDUAL_CODECS: dict[str, Callable[[LoCoConfig], Codec]] = {
 
 def static_step(codes_per_unit: float) -> float:
     """The constant step ``1 / codes_per_unit``, as bfloat16 holds it."""
-    return float(torch.tensor(1.0 / codes_per_unit).to(torch.bfloat16))
+    return float(torch.tensor(1.0 / codes_per_unit, dtype=torch.float32, device="cpu").bfloat16())
 
 
 def signed_extreme(h: Tensor) -> Tensor:

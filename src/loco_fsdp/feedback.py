@@ -95,7 +95,7 @@ def load_blocks(
         steps = steps[first : first + count]
     else:
         step = static_step(config.static_residual_scale)
-        steps = torch.full((1,), step, device=data.device)
+        steps = torch.full((1,), step, dtype=torch.float32, device=data.device)
     return RESIDUAL_CODECS[config.scale](config).decode(blocks, steps)
 
 
@@ -214,8 +214,8 @@ class ResidualState:
         codes = buffer.data[place].view(buffer.rows, -1).view(torch.uint8)
         if buffer.steps.numel():
             return codes, buffer.steps[place].view(buffer.rows, -1)
-        step = torch.tensor(static_step(self.config.static_residual_scale), device=codes.device)
-        return codes, step.to(torch.bfloat16).view(1, 1)
+        step = static_step(self.config.static_residual_scale)
+        return codes, torch.full((1, 1), step, dtype=torch.bfloat16, device=codes.device)
 
     def norm(self) -> float:
         """Euclidean norm; reads the residual row by row."""

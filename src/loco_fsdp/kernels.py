@@ -181,8 +181,8 @@ def _agrees(backend: Any, device: torch.device) -> bool:
     config = LoCoConfig()
     segments = (Segment("a", 300), Segment("b", 10, compressed=False, start=300))
     layout = PayloadLayout(config, segments)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 310, generator=generator).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 310, generator=generator, dtype=torch.float32, device="cpu").to(device)
     results = []
     for candidate in (eager, backend):
         residuals = ResidualBuffer(config, 2, {"a": 300}, device)
@@ -193,7 +193,7 @@ def _agrees(backend: Any, device: torch.device) -> bool:
         memory = (residuals.data, residuals.steps, count)
         for _ in range(2):
             candidate.compress(x, table, payload, *memory, None, None, config)
-        output = torch.zeros(310, device=device)
+        output = torch.zeros(310, dtype=torch.float32, device=device)
         candidate.reduce(payload, table, output, torch.float32, 0.5, config)
         results.append((payload, *memory, output))
     return all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -7,7 +7,8 @@ One flat reduce-scatter on rank n of W, with residual ``e[W, N]`` (arXiv 2407.04
     e       = (1 - gain) * e + gain * (h - decoded)        residual; decoded = decompress(payload)
     out     = factor * sum over ranks of decoded rows      reduce, in rank order
 
-Everything faster in this library has to give the same bits as this file.
+Everything faster in this library has to give the same bits as this file, where any NaN equals any
+other: a NaN's payload depends on the machine.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def decompress(payload: Tensor, numel: int, config: LoCoConfig | None = None) ->
     if any(bytes(row) != layout.header for row in payload[:, :HEADER_BYTES].tolist()):
         raise ValueError(f"payload has the header of another layout: wanted {layout.describe()}.")
     if numel == 0:
-        return torch.zeros(payload.shape[0], 0, device=payload.device)
+        return torch.zeros(payload.shape[0], 0, dtype=torch.float32, device=payload.device)
     code_bytes = config.block_size * config.bits // 8
     packed = rearrange(layout.codes(payload, 0), "w (block b) -> w block b", b=code_bytes)
     codec = CODECS[config.scale](config)

@@ -80,7 +80,7 @@ def tile_table(
 
     """
     rows: list[list[int]] = []
-    owners: list[Tensor] = []
+    owners: list[int] = []
     first_tile = 0
     for index, segment in enumerate(layout.segments):
         if segment.start is None or segment.numel == 0:
@@ -93,11 +93,11 @@ def tile_table(
         steps = slot.steps.start // torch.bfloat16.itemsize
         row = [segment.start, segment.numel, slot.data.start, steps, form, residual]
         tiles = -(-blocks // tile_blocks)
-        owners.append(torch.full((tiles,), len(rows), dtype=torch.int32))
+        owners += [len(rows)] * tiles
         rows.append([*row, first_tile, blocks])
         first_tile += tiles
-    segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(Column))
-    tiles_owner = torch.cat(owners) if owners else torch.empty(0, dtype=torch.int32)
-    columns = segments[:, [Column.START, Column.NUMEL, Column.DATA]]
-    aligned = layout.config.block_size % (2 * WIDE) == 0 and bool((columns % WIDE == 0).all())
+    segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(Column))
+    tiles_owner = torch.tensor(owners, dtype=torch.int32, device="cpu")
+    starts = (row[c] for row in rows for c in (Column.START, Column.NUMEL, Column.DATA))
+    aligned = layout.config.block_size % (2 * WIDE) == 0 and all(n % WIDE == 0 for n in starts)
     return TileTable(segments.to(device), tiles_owner.to(device), tile_blocks, aligned)

@@ -19,6 +19,7 @@ from loco_fsdp.backends import eager
 from loco_fsdp.feedback import ResidualBuffer
 from loco_fsdp.kernels import CallStats
 from loco_fsdp.payload import HEADER_BYTES, PayloadLayout, single_segment
+from loco_fsdp.tiles import tile_table
 from strategies import values_of_kind
 
 CPU = torch.device("cpu")
@@ -226,12 +227,60 @@ def test_no_folder_for_compiled_code() -> None:
     assert run_alone(program).strip() == "loco_fsdp.backends.compiled"
 
 
+@pytest.mark.parametrize("scale", ["block", "static"])
+@pytest.mark.parametrize("backend", ["compiled", "plain"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.bfloat16),
+        lambda: torch.set_default_device("meta"),
+    ],
+    ids=["float64", "bfloat16", "meta"],
+)
+def test_torchs_defaults_change_no_bit(
+    fresh: None, setting: Any, backend: str, scale: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts set a default dtype, and build models on the meta device."""
+    if backend == "plain":
+        monkeypatch.setattr(kernels, "FAST_BACKENDS", {})
+    config = LoCoConfig(scale=scale)
+    x = values_of_kind("normal", (2, 300), 0)
+
+    def twice() -> list[Tensor]:
+        kernels.fast_backend.cache_clear()
+        tile_table.cache_clear()
+        layout = single_segment(config, 300)
+        residuals = ResidualBuffer(config, 2, {"": 300}, CPU)
+        table = kernels.work_table(layout, residuals, {""}, CPU)
+        payload = torch.ones(2, layout.row_bytes, dtype=torch.uint8, device=CPU)
+        output = torch.empty(300, dtype=x.dtype, device=CPU)
+        stats = CallStats(torch.zeros((), dtype=torch.int64, device=CPU))
+        for _ in range(2):
+            kernels.compress(x, table, payload, residuals, config, stats)
+            kernels.reduce(payload, table, output, x.dtype, 0.5, config)
+        assert (kernels.fast_backend(CPU) is None) == (backend == "plain")
+        return [payload, output, residuals.data, residuals.steps, stats.nonfinite_blocks]
+
+    wanted = twice()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    try:
+        setting()
+        found = twice()
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
 PEAK = (
     "import sys, torch\n"
     "sys.modules['numba'] = None if sys.argv[1] == 'eager' else __import__('numba')\n"
     "from loco_fsdp import LoCoConfig, kernels\n"
     "from loco_fsdp.feedback import ResidualBuffer\n"
-    "from loco_fsdp.payload import single_segment\n"
+    "from loco_fsdp.payload import PayloadLayout, Segment, single_segment\n"
     "def peak():\n"
     "    status = open('/proc/self/status').read()\n"
     "    return int(status.split('VmHWM:')[1].split()[0]) * 1024\n"
@@ -247,7 +296,13 @@ PEAK = (
     "    before = peak()\n"
     "    kernels.compress(x, table, payload, memory, config, stats)\n"
     "    kernels.reduce(payload, table, output, x.dtype, 0.5, config)\n"
-    "    return peak() - before\n"
+    "    codes = peak() - before\n"
+    "    values = PayloadLayout(config, (Segment('', numel, compressed=False, start=0),))\n"
+    "    table = kernels.work_table(values, None, (), cpu)\n"
+    "    payload = torch.ones(2, values.row_bytes, dtype=torch.uint8)\n"
+    "    before = peak()\n"
+    "    kernels.reduce(payload, table, output, x.dtype, 0.5, config)\n"
+    "    return max(codes, peak() - before)\n"
     "run(300_000)\n"
     "print(run(16 * 2**20))\n"
 )

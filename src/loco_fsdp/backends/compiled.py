@@ -51,8 +51,8 @@ def compress(
 ) -> None:
     """See ``kernels.compress``."""
     if residual is None or residual_steps is None:
-        residual = torch.empty(0, dtype=torch.int8)
-        residual_steps = torch.empty(0, dtype=torch.bfloat16)
+        residual = torch.empty(0, dtype=torch.int8, device="cpu")
+        residual_steps = torch.empty(0, dtype=torch.bfloat16, device="cpu")
     is_static = config.scale == "static"
     counts = _in_threads(
         loops.compress_tiles,

@@ -87,7 +87,7 @@ def reduce(
             continue
         packed, steps = _codes(payload, segment, config), _steps(payload, segment)
         for _, first, last in _pieces(1, segment[Column.BLOCKS], size):
-            total = torch.zeros(last - first, size, device=payload.device)
+            total = payload.new_zeros(last - first, size, dtype=torch.float32)
             for row in range(payload.shape[0]):
                 whole = segment[Column.FORM] == Form.ROW_STEP
                 row_steps = steps[row, :1] if whole else steps[row, first:last]
@@ -116,10 +116,11 @@ def _steps(payload: Tensor, segment: list[int]) -> Tensor:
 
 def _sum_rows(values: Tensor, factor: float, output: Tensor) -> None:
     wide = torch.promote_types(values.dtype, torch.float32)
-    total = torch.zeros(values.shape[1], dtype=wide, device=values.device)
-    for row in values:
-        total += row
-    output.copy_(total.mul_(factor))
+    for piece, part in zip(values.split(PIECE_NUMEL, 1), output.split(PIECE_NUMEL), strict=True):
+        total = torch.zeros(piece.shape[1], dtype=wide, device=values.device)
+        for row in piece:
+            total += row
+        part.copy_(total.mul_(factor))
 
 
 def _squares(h: Tensor, decoded: Tensor) -> Tensor:
