@@ -142,7 +142,7 @@ def collect(
     """
     entries = []
     # One that got its gradients on some ranks only has a residual on those ranks only.
-    held = _on_any_rank(parameters, [p.name in p.unit.held for p in parameters])
+    held = on_any_rank(parameters, [p.name in p.unit.held for p in parameters])
     for p in parameters:
         entry = {META: meta.tensor(p.tensor.to_local().device)}
         names, is_held = saved_keys(p.unit.config), p.name in held
@@ -189,7 +189,7 @@ def validate(found: Sequence[tuple[ShardedParameter, Entry]]) -> None:
                 text = ", ".join(map(str, wanted))
                 raise ValueError(f"{key} of '{p.name}' has shape {shape}: wanted [{text}].")
     parameters = [p for p, _ in found]
-    flawed = _on_any_rank(parameters, [not _is_finite(entry) for _, entry in found])
+    flawed = on_any_rank(parameters, [not _is_finite(entry) for _, entry in found])
     if flawed:
         raise ValueError(
             f"The saved residual of {', '.join(map(repr, sorted(flawed)))} holds a NaN or an "
@@ -220,7 +220,7 @@ def _is_finite(entry: Entry) -> bool:
     return all(bool(value.isfinite().all()) for value in local)
 
 
-def _on_any_rank(parameters: Sequence[ShardedParameter], flags: Sequence[bool]) -> set[str]:
+def on_any_rank(parameters: Sequence[ShardedParameter], flags: Sequence[bool]) -> set[str]:
     """Names of the parameters whose flag is set on some rank that shares their residual."""
     together: dict[tuple[int, int], list[tuple[ShardedParameter, bool]]] = {}
     for p, flag in zip(parameters, flags, strict=True):

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from loco_fsdp import _torch
-from loco_fsdp.checkpoint import META, Entry, Meta, saved_keys
+from loco_fsdp.checkpoint import META, Entry, Meta, on_any_rank, saved_keys
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.delegation import DelegatingOptimizer
 from loco_fsdp.fsdp2 import attach, fsdp_states, managed_parameters, other_wrapper
@@ -202,7 +202,7 @@ class LoCoOptimizer(DelegatingOptimizer):
         self.inner.load_state_dict(own)
         self._named, self._template = -1, None
         untouched = {i for i, meta in metas.items() if meta.is_untouched}
-        if untouched and len(untouched) == len(metas) and not has_progress(self.inner):
+        if untouched and len(untouched) == len(metas) and not self._has_progress(handle):
             self._template = self.inner.state
         else:  # what was not saved: only the template, into which the rest was loaded, has it
             entries = {i: entry for i, entry in entries.items() if i not in untouched}
@@ -308,6 +308,13 @@ class LoCoOptimizer(DelegatingOptimizer):
     def _has_template(self) -> bool:
         # Another object is there once a state has been loaded, also into the inner optimizer.
         return self._template is not None and self._template is self.inner.state
+
+    def _has_progress(self, handle: LoCoHandle | None) -> bool:
+        """Tell whether the inner optimizer's state is more than a template; all ranks agree."""
+        own = has_progress(self.inner)
+        parameters = [] if handle is None else handle.compressible_parameters()
+        # A rank whose shards are all empty sees nothing.
+        return bool(on_any_rank(parameters, [own] * len(parameters))) or own
 
     def _make_state_own(self) -> None:
         """Leave nothing in the inner optimizer's state that a step of it would not expect."""

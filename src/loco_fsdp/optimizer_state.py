@@ -130,16 +130,20 @@ def split_entries(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[i
             entries[positions[label]] = {k: values[k] for k in KEYS if k in values}
         if own := _without_entry(values):
             state[label] = own
-    entries |= state_dict.get("loco", {})
+    # Older states have a ``loco_meta`` there too; their entries repeat it.
+    beside = state_dict.get("loco", {})
+    entries |= {position: entry for position, entry in beside.items() if position != META}
     others = {key: value for key, value in state_dict.items() if key != "loco"}
     return {**others, "state": state}, entries
 
 
 def has_progress(optimizer: Optimizer) -> bool:
-    """Tell whether the state shows more than one step, or a gradient that was not zero."""
+    """Tell whether this rank's state shows more than one step, or a gradient that was not zero."""
     for state in optimizer.state.values():
         for key, most in LARGEST_AFTER_TEMPLATE_STEP.items():
-            value = state.get(key, 0)
+            value = state.get(key)
+            if value is None:
+                continue
             local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
             if bool((local.abs() > most).any()):
                 return True

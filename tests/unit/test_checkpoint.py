@@ -127,6 +127,11 @@ def test_entries_in_and_out() -> None:
         "param_groups": [{"params": ["x", "w"]}],  # as DCP gives it
     }
     assert split_entries(named)[1] == {1: entry}
+    older = {**both, "loco": {META: torch.zeros(8)}}
+    assert split_entries(older)[1] == {0: entry}
+    beside = with_entries(plain | {"state": {}}, model_of(SGD)[1], {1: entry})
+    assert beside["state"] == {}
+    assert split_entries(beside)[1] == {1: entry}
 
 
 @pytest.mark.parametrize("zero_rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
