@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from fault_drill import Drill, DrillSettings, Ranks  # noqa: E402
+from lm.checkpoint import Checkpoints  # noqa: E402
+from lm.runlog import RunLog  # noqa: E402
 from lm.settings import TrainSettings  # noqa: E402
 from loco_fsdp import LoCoConfig  # noqa: E402
 from unit.test_scripts import tiny, train  # noqa: E402
@@ -88,6 +91,20 @@ def test_half_a_copy_is_no_checkpoint(
         damaged.touch()
     resumed = ranks.run(train, 2, tmp_path, replace(settings, resume=True, steps=5))[0]
     assert len(resumed) == 5
+
+
+def ended_in_a_save(folder: Path, settings: TrainSettings) -> list[int]:
+    """Steps in the log of a run that never gets its first checkpoint written."""
+    full_disk = mock.patch.object(Checkpoints, "save", side_effect=OSError("no space left"))
+    with full_disk, pytest.raises(OSError, match="no space left"):
+        train(folder, settings)
+    return [record["step"] for record in RunLog(folder=folder / "runs/tiny").records()]
+
+
+def test_a_run_that_ends_in_a_save_keeps_its_log(ranks: RankPool, tmp_path: Path) -> None:
+    """The checkpoint may be whole by then, so the line of its step has to be there."""
+    settings = tiny(tmp_path, steps=4, checkpoint_interval=2, loco=EXACT)
+    assert ranks.run(ended_in_a_save, 1, tmp_path, settings) == [[1, 2]]
 
 
 def flags(folder: Path, **changes: Any) -> list[str]:
