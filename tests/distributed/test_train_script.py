@@ -13,7 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from distributed.checkpoint_runs import net
+from distributed.optimizer_runs import train as train_net
 from rank_pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +25,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from fault_drill import Drill, DrillSettings, Ranks  # noqa: E402
 from lm.checkpoint import Checkpoints  # noqa: E402
+from lm.parallel import World  # noqa: E402
 from lm.runlog import RunLog  # noqa: E402
 from lm.settings import TrainSettings  # noqa: E402
 from loco_fsdp import LoCoConfig  # noqa: E402
@@ -91,6 +96,25 @@ def test_half_a_copy_is_no_checkpoint(
         damaged.touch()
     resumed = ranks.run(train, 2, tmp_path, replace(settings, resume=True, steps=5))[0]
     assert len(resumed) == 5
+
+
+def random_numbers(folder: Path, world_size: int) -> bool:
+    """Whether the numbers drawn after a save are drawn again after a load."""
+    world = World(rank=dist.get_rank(), size=world_size, device=torch.device("cpu"))
+    checkpoints = Checkpoints(folder=folder, world=world, identity={})
+    model, optimizer = net()
+    train_net(model, optimizer, range(1))
+    torch.manual_seed(40 + dist.get_rank())
+    checkpoints.save(1, model, optimizer)
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    checkpoints.load(1, model, optimizer)
+    return torch.equal(torch.rand(4), drawn)
+
+
+def test_random_numbers_go_on(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank's own."""
+    assert ranks.run(random_numbers, 2, tmp_path, 2) == [True, True]
 
 
 def ended_in_a_save(folder: Path, settings: TrainSettings) -> list[int]:
