@@ -18,6 +18,7 @@ from distributed.checkpoint_runs import OPTIMIZERS, load_from, mean_residuals, n
 from distributed.models import TINY, residuals, same
 from distributed.optimizer_runs import batch, full, loss_of, parameters, plain_net, shard, train
 from loco_fsdp import LoCoOptimizer, _torch
+from loco_fsdp.checkpoint import RESIDUAL
 from rank_pool import RankPool
 
 # Clipping
@@ -125,6 +126,22 @@ def nonfinite_then_saved() -> Any:
 def test_nothing_that_is_not_finite_is_saved(ranks: RankPool) -> None:
     """Field case 54: the gradient is not finite, the checkpoint is."""
     assert ranks.run(nonfinite_then_saved, 2) == [(True, True)] * 2
+
+
+def huge_then_saved() -> bool:
+    """Each rank holds more than a bfloat16 can, and the sum is more than a float32 can."""
+    config = replace(TINY, residual_dtype="float32")
+    model, optimizer = net(OPTIMIZERS["sgd"], config)
+    train(model, optimizer, range(1))
+    for p in optimizer.loco.compressible_parameters():
+        optimizer.loco.load_residual(p.name, torch.full(p.tensor.shape, -3.4e38))
+    entries = optimizer.loco.state_dict().values()
+    return all(bool(full(entry[RESIDUAL]).isfinite().all()) for entry in entries)
+
+
+def test_the_largest_residuals_are_saved_as_finite(ranks: RankPool) -> None:
+    """Field case 54: what could not be loaded again is not written."""
+    assert ranks.run(huge_then_saved, 2) == [True, True]
 
 
 # Storage
