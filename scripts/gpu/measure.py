@@ -206,7 +206,7 @@ def unit_call(device: torch.device) -> Call:
 
     def call() -> None:
         table = work_table(layout, residuals, names, device)
-        compress(x, table, payload, residuals, CONFIG, stats)
-        reduce(payload, table, output, torch.bfloat16, 0.25, CONFIG)
+        compress(x, table, payload, stats)
+        reduce(payload, table, output, 0.25)
 
     return call

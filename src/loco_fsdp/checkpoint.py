@@ -281,7 +281,7 @@ def _sum_of_codes(p: ShardedParameter) -> Tensor:
     numel = layout.segments[0].numel
     total = torch.empty(numel, dtype=torch.float32, device=unit.device)
     table = work_table(layout, None, (), unit.device)
-    reduce(received, table, total, torch.float32, 1.0, config)
+    reduce(received, table, total, 1.0)
     return total
 
 

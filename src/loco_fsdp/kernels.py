@@ -47,9 +47,20 @@ class CallStats:
         return float((error / norm) ** 0.5) if norm else 0.0
 
 
+@dataclass(frozen=True)
+class WorkTable:
+    """What one exchange reads and writes, on one device. From ``work_table``."""
+
+    tiles: TileTable
+    layout: PayloadLayout
+    residuals: ResidualBuffer | None
+    columns: int
+    """Of the gradient: up to the last one that a segment lies in."""
+
+
 def work_table(
     layout: PayloadLayout, residuals: ResidualBuffer | None, names: Collection[str], device: Any
-) -> TileTable:
+) -> WorkTable:
     """Return the table for one exchange on ``device``.
 
     Args:
@@ -58,97 +69,106 @@ def work_table(
         names: the segments whose residual is used and updated.
         device: of the gradient.
 
+    Raises:
+        ValueError: a residual has another size or block size than its segment.
+
     """
-    first = residuals.first_block if residuals is not None else {}
-    blocks = tuple(first.get(s.name, -1) if s.name in names else -1 for s in layout.segments)
+    blocks, columns = [], 0
+    for segment in layout.segments:
+        first = -1
+        if residuals is not None and segment.compressed and segment.name in names:
+            first = residuals.first_block.get(segment.name, -1)
+            if first >= 0:
+                _require_residual(residuals, layout, segment)
+        blocks.append(first)
+        if segment.start is not None:
+            columns = max(columns, segment.start + segment.numel)
     backend = fast_backend(device)
     tile_blocks = (backend or eager).tile_blocks(layout.config.block_size, device)
-    return tile_table(layout, blocks, tile_blocks, device)
+    tiles = tile_table(layout, tuple(blocks), tile_blocks, device)
+    return WorkTable(tiles, layout, residuals, columns)
 
 
 def compress(
     x: Tensor,
-    table: TileTable,
+    table: WorkTable,
     payload: Tensor,
-    residuals: ResidualBuffer | None,
-    config: LoCoConfig,
     stats: CallStats,
     loss_scale: Tensor | None = None,
 ) -> None:
     """Compensate, encode and pack the segments of a gradient; update their residuals.
 
     Reads the gradient and each residual once, writes payload and residual once. Transient memory:
-    nothing beyond 64 KiB a thread on a CPU that can compile, nothing on a GPU, and a few float32
-    copies of a piece of 256 Ki elements for plain PyTorch.
+    on a CPU that can compile a few groups of 1024 elements a thread (or of one block, if that is
+    longer), nothing on a GPU, and a few float32 copies of a piece of 256 Ki elements for plain
+    PyTorch.
 
     Args:
-        x: contiguous ``[W, N]``, row r for rank r; any float dtype.
+        x: contiguous ``[W, N]``, row r for rank r, in the layout's ``reduce_dtype``.
         table: from ``work_table``, for the same device.
         payload: contiguous uint8 ``[W, row_bytes]``. With the static codec, it holds the steps.
-        residuals: memory that the table's residuals are in, or None.
-        config: settings of codec and feedback.
         stats: counters, added to.
         loss_scale: float32 0-d; ``x`` carries this scale, the residual does not.
 
     Raises:
-        ValueError: a tensor is not contiguous or not on the gradient's device.
+        ValueError: a tensor of another shape, dtype or device, or not contiguous. Nothing has
+            been written then.
 
     """
-    _require("x", x, x.device)
-    _require("payload", payload, x.device)
+    layout, residuals, device = table.layout, table.residuals, table.tiles.segments.device
+    rows = x.shape[0] if residuals is None else residuals.rows
+    _require("x", x, (rows, table.columns), layout.reduce_dtype, device)
+    _require("payload", payload, (rows, layout.row_bytes), torch.uint8, device)
+    _require("stats.nonfinite_blocks", stats.nonfinite_blocks, (), torch.int64, device)
+    if loss_scale is not None:
+        _require("loss_scale", loss_scale, (), torch.float32, device)
     errors = None
     if stats.measure:
-        tiles = max(1, x.shape[0] * table.tiles.numel())
-        errors = torch.zeros(tiles, 2, dtype=torch.float64, device=x.device)
+        tiles = max(1, rows * table.tiles.tiles.numel())
+        errors = torch.zeros(tiles, 2, dtype=torch.float64, device=device)
     torch.ops.loco.compress(
         x,
-        *(table.segments, table.tiles, table.tile_blocks, table.aligned),
+        *_operands(table),
         payload,
         None if residuals is None else residuals.data,
         None if residuals is None else residuals.steps,
         stats.nonfinite_blocks,
         errors,
         loss_scale,
-        *(config.scale, config.bits, config.block_size),
-        *(config.static_scale, config.static_residual_scale, config.gain),
+        *_codec(layout.config),
+        layout.config.gain,
     )
     if errors is not None:
         stats.errors = errors.sum(0)
 
 
-def reduce(
-    payload: Tensor,
-    table: TileTable,
-    output: Tensor,
-    values_dtype: torch.dtype,
-    factor: float,
-    config: LoCoConfig,
-) -> None:
+def reduce(payload: Tensor, table: WorkTable, output: Tensor, factor: float) -> None:
     """Decode W received rows, sum them in rank order in float32, scale, and cast.
+
+    Uncompressed segments of a float64 layout are summed in float64. Transient memory as for
+    ``compress``.
 
     Args:
         payload: contiguous uint8 ``[W, row_bytes]``, the row of each rank.
         table: as for ``compress``.
         output: contiguous ``[N]``, any float dtype, written.
-        values_dtype: of the gradient, in which uncompressed segments have travelled; float64 is
-            summed in float64.
         factor: multiplies the sum.
-        config: settings of the codec.
 
     Raises:
-        ValueError: a tensor is not contiguous or not on the payload's device.
+        ValueError: a tensor of another shape, dtype or device, or not contiguous. Nothing has
+            been written then.
 
     """
-    _require("payload", payload, payload.device)
-    _require("output", output, payload.device)
+    layout, device = table.layout, table.tiles.segments.device
+    _require("payload", payload, (payload.shape[0], layout.row_bytes), torch.uint8, device)
+    _require("output", output, (table.columns,), output.dtype, device)
     torch.ops.loco.reduce(
         payload,
-        *(table.segments, table.tiles, table.tile_blocks, table.aligned),
+        *_operands(table),
         output,
-        values_dtype,
+        layout.reduce_dtype,
         factor,
-        *(config.scale, config.bits, config.block_size),
-        *(config.static_scale, config.static_residual_scale),
+        *_codec(layout.config),
     )
 
 
@@ -199,11 +219,37 @@ def _agrees(backend: Any, device: torch.device) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def _require(name: str, tensor: Tensor, device: torch.device) -> None:
-    if not tensor.is_contiguous() or tensor.device != device:
+def _operands(table: WorkTable) -> tuple[Any, ...]:
+    tiles = table.tiles
+    return tiles.segments, tiles.tiles, tiles.tile_blocks, tiles.aligned
+
+
+def _codec(config: LoCoConfig) -> tuple[Any, ...]:
+    codec = (config.scale, config.bits, config.block_size)
+    return (*codec, config.static_scale, config.static_residual_scale)
+
+
+def _require(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless the kernels stay inside ``tensor``: they do not look at sizes themselves."""
+    found = (tensor.shape, tensor.dtype, tensor.device)
+    if found == (shape, dtype, device) and tensor.is_contiguous():
+        return
+    raise ValueError(
+        f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on "
+        f"{tensor.device}: wanted a contiguous {dtype} {list(shape)} on {device}."
+    )
+
+
+def _require_residual(residuals: ResidualBuffer, layout: PayloadLayout, segment: Segment) -> None:
+    found = residuals.sizes[segment.name], residuals.config.block_size, residuals.config.scale
+    wanted = segment.numel, layout.config.block_size, layout.config.scale
+    if found != wanted:
         raise ValueError(
-            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)} on "
-            f"{tensor.device}: wanted a contiguous tensor on {device}."
+            f"The residual of {segment.name or 'the input'} has rows of {found[0]} elements in "
+            f"blocks of {found[1]} for the {found[2]} codec: wanted {wanted[0]}, {wanted[1]} and "
+            f"{wanted[2]}, as the gradient."
         )
 
 

@@ -117,14 +117,13 @@ def exchange(
         what one call of the kernels needs.
 
     """
-    config = layout.config
     table = work_table(layout, residuals, names, rows.device)
     payload = _empty_payload(rows.shape[0], layout, rows.device)
-    compress(rows, table, payload, residuals, config, stats, loss_scale)
+    compress(rows, table, payload, stats, loss_scale)
     received = torch.empty_like(payload)
     dist.all_to_all_single(received, payload, group=group)
     del payload
-    reduce(received, table, output, rows.dtype, factor, config)
+    reduce(received, table, output, factor)
     return (received[:, :HEADER_BYTES] != _header_on(layout.header, rows.device)).any()
 
 

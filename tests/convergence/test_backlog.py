@@ -60,8 +60,8 @@ def run(config: LoCoConfig, gradients: Iterator[Tensor], numel: int) -> History:
     total, sent = torch.zeros(2, numel, dtype=torch.float64)
     largest, loss, worst = torch.zeros(3, numel // BLOCK)
     for x in gradients:
-        compress(x, table, payload, memory, config, stats)
-        reduce(payload, table, output, x.dtype, 1.0, config)
+        compress(x, table, payload, stats)
+        reduce(payload, table, output, 1.0)
         total += x[0]
         sent += output
         kept = state.dense().view(-1, BLOCK).abs().amax(1)

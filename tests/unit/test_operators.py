@@ -36,9 +36,9 @@ def call(x: Tensor, residuals: ResidualBuffer | None = None) -> tuple[Tensor, Te
     layout = single_segment(CONFIG, x.shape[1])
     table = kernels.work_table(layout, residuals, {""}, x.device)
     payload = torch.zeros(x.shape[0], layout.row_bytes, dtype=torch.uint8)
-    kernels.compress(x, table, payload, residuals, CONFIG, no_stats())
+    kernels.compress(x, table, payload, no_stats())
     output = torch.empty(x.shape[1])
-    kernels.reduce(payload, table, output, x.dtype, 0.5, CONFIG)
+    kernels.reduce(payload, table, output, 0.5)
     return payload, output
 
 
@@ -48,7 +48,8 @@ def arguments(with_memory: bool) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     layout = PayloadLayout(CONFIG, segments)
     residuals = ResidualBuffer(CONFIG, 2, {"": 300}, CPU) if with_memory else None
     table = kernels.work_table(layout, residuals, {""}, CPU)
-    parts = (table.segments, table.tiles, table.tile_blocks, table.aligned)
+    tiles = table.tiles
+    parts = (tiles.segments, tiles.tiles, tiles.tile_blocks, tiles.aligned)
     x = values_of_kind("normal", (2, 300), 0)
     payload = torch.zeros(2, layout.row_bytes, dtype=torch.uint8)
     memory = (None, None) if residuals is None else (residuals.data, residuals.steps)
@@ -99,7 +100,7 @@ def test_fake_tensors_pass() -> None:
 def test_strided_tensors_are_refused(view: Any) -> None:
     """Field case 69: never read in memory order, on any backend; an offset of 1 is fine."""
     x = values_of_kind("normal", (8, 8), 0)
-    with pytest.raises(ValueError, match=r"x has strides .* wanted a contiguous"):
+    with pytest.raises(ValueError, match=r"x is .* with strides .* wanted a contiguous"):
         call(view(x))
     shifted = values_of_kind("normal", (1, 1001), 0).view(-1)[1:].view(2, 500)
     payload, output = call(shifted)
@@ -108,10 +109,10 @@ def test_strided_tensors_are_refused(view: Any) -> None:
     assert_same_bits(output, reference.reduce(reference.decompress(expected, 500), 0.5))
     layout = single_segment(CONFIG, 500)
     table = kernels.work_table(layout, None, (), CPU)
-    with pytest.raises(ValueError, match="output has strides"):
-        kernels.reduce(expected, table, torch.zeros(1000)[::2], torch.float32, 1.0, CONFIG)
-    with pytest.raises(ValueError, match="payload has strides"):
-        kernels.compress(shifted, table, expected.t(), None, CONFIG, no_stats())
+    with pytest.raises(ValueError, match=r"output is .* with strides"):
+        kernels.reduce(expected, table, torch.zeros(1000)[::2], 1.0)
+    with pytest.raises(ValueError, match=r"payload is .* with strides"):
+        kernels.compress(shifted, table, expected.t(), no_stats())
 
 
 def test_threads_change_no_bit() -> None:
@@ -198,7 +199,7 @@ WITHOUT = (
     "for _ in range(2):\n"
     "    table = kernels.work_table(layout, None, (), cpu)\n"
     "    stats = kernels.CallStats(torch.zeros((), dtype=torch.int64))\n"
-    "    kernels.compress(torch.ones(2, 300), table, payload, None, config, stats)\n"
+    "    kernels.compress(torch.ones(2, 300), table, payload, stats)\n"
     "assert payload.any()\n"
 )
 
@@ -257,8 +258,8 @@ def test_torchs_defaults_change_no_bit(
         output = torch.empty(300, dtype=x.dtype, device=CPU)
         stats = CallStats(torch.zeros((), dtype=torch.int64, device=CPU))
         for _ in range(2):
-            kernels.compress(x, table, payload, residuals, config, stats)
-            kernels.reduce(payload, table, output, x.dtype, 0.5, config)
+            kernels.compress(x, table, payload, stats)
+            kernels.reduce(payload, table, output, 0.5)
         assert (kernels.fast_backend(CPU) is None) == (backend == "plain")
         return [payload, output, residuals.data, residuals.steps, stats.nonfinite_blocks]
 
@@ -294,14 +295,14 @@ PEAK = (
     "    stats = kernels.CallStats(torch.zeros((), dtype=torch.int64))\n"
     "    x, output = torch.ones(2, numel), torch.ones(numel)\n"
     "    before = peak()\n"
-    "    kernels.compress(x, table, payload, memory, config, stats)\n"
-    "    kernels.reduce(payload, table, output, x.dtype, 0.5, config)\n"
+    "    kernels.compress(x, table, payload, stats)\n"
+    "    kernels.reduce(payload, table, output, 0.5)\n"
     "    codes = peak() - before\n"
     "    values = PayloadLayout(config, (Segment('', numel, compressed=False, start=0),))\n"
     "    table = kernels.work_table(values, None, (), cpu)\n"
     "    payload = torch.ones(2, values.row_bytes, dtype=torch.uint8)\n"
     "    before = peak()\n"
-    "    kernels.reduce(payload, table, output, x.dtype, 0.5, config)\n"
+    "    kernels.reduce(payload, table, output, 0.5)\n"
     "    return max(codes, peak() - before)\n"
     "run(300_000)\n"
     "print(run(16 * 2**20))\n"
