@@ -13,6 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+outside_modes = _disable_current_modes
+"""Context for what is kept for later calls: under ``FakeTensorMode`` it would be without data."""
 
 
 def reduce_factor(op: Any, world_size: int) -> float:

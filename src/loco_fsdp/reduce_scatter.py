@@ -12,6 +12,7 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from loco_fsdp import _torch
 from loco_fsdp._torch import reduce_factor
 from loco_fsdp.codecs import static_step
 from loco_fsdp.config import LoCoConfig
@@ -156,7 +157,8 @@ def raise_mismatch(unit: str, layout: PayloadLayout, group: dist.ProcessGroup | 
 @lru_cache(maxsize=4096)
 def _header_on(header: bytes, device: torch.device) -> Tensor:
     # Kept: copying it from pageable memory in each call would stall a GPU's stream.
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
+    with _torch.outside_modes():
+        return torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)
 
 
 def _check_tensors(output: Tensor, source: Tensor, world_size: int) -> None:

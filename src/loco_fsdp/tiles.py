@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from loco_fsdp import _torch
 from loco_fsdp.payload import PayloadLayout
 
 WIDE = 16  # elements; starts that are multiples of it allow the widest loads of every dtype
@@ -92,12 +93,14 @@ def tile_table(
             residual = residual_blocks[index]
         steps = slot.steps.start // torch.bfloat16.itemsize
         row = [segment.start, segment.numel, slot.data.start, steps, form, residual]
-        tiles = -(-blocks // tile_blocks)
-        owners += [len(rows)] * tiles
+        num_tiles = -(-blocks // tile_blocks)
+        owners += [len(rows)] * num_tiles
         rows.append([*row, first_tile, blocks])
-        first_tile += tiles
-    segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(Column))
-    tiles_owner = torch.tensor(owners, dtype=torch.int32, device="cpu")
+        first_tile += num_tiles
+    with _torch.outside_modes():
+        segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(Column))
+        tiles = torch.tensor(owners, dtype=torch.int32, device="cpu")
+        segments, tiles = segments.to(device), tiles.to(device)
     starts = (row[c] for row in rows for c in (Column.START, Column.NUMEL, Column.DATA))
     aligned = layout.config.block_size % (2 * WIDE) == 0 and all(n % WIDE == 0 for n in starts)
-    return TileTable(segments.to(device), tiles_owner.to(device), tile_blocks, aligned)
+    return TileTable(segments, tiles, tile_blocks, aligned)

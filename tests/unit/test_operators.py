@@ -92,6 +92,21 @@ def test_fake_tensors_pass() -> None:
             operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in real))
 
 
+def test_nothing_fake_is_kept(fresh: None) -> None:
+    """What is tried out and laid out under FakeTensorMode serves real tensors later."""
+    tile_table.cache_clear()
+    layout = single_segment(CONFIG, 300)
+    with FakeTensorMode():
+        table = kernels.work_table(layout, None, (), CPU)
+        assert type(table.tiles.segments) is Tensor
+        backend = kernels.fast_backend(CPU)
+    assert kernels.work_table(layout, None, (), CPU).tiles is table.tiles
+    assert backend is not None and backend is kernels.fast_backend(CPU)
+    x = values_of_kind("normal", (2, 300), 0)
+    expected = reference.compress(x)[:, HEADER_BYTES:]
+    assert torch.equal(call(x)[0][:, HEADER_BYTES:], expected)
+
+
 @pytest.mark.parametrize(
     "view",
     [lambda t: t[::2], lambda t: t.t(), lambda t: t[:1].expand(4, -1), lambda t: t[:, ::2]],

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loco_fsdp.backends import loops
+from loco_fsdp.backends import loops, numba_cache
 from loco_fsdp.codecs import static_step
 from loco_fsdp.config import LoCoConfig
 from loco_fsdp.tiles import TileTable
@@ -118,6 +118,7 @@ def _flat(tensor: Tensor) -> NDArray[Any]:
 
 def _in_threads(loop: Callable[..., Any], tiles: int, *arguments: Any) -> list[Any]:
     """Call ``loop(first, last, *arguments)`` over ranges that cover all tiles."""
+    _prepare(loop, *arguments)
     threads = max(1, min(torch.get_num_threads(), tiles // MIN_TILES))
     if threads == 1:
         return [loop(0, tiles, *arguments)]
@@ -142,6 +143,16 @@ def _in_threads(loop: Callable[..., Any], tiles: int, *arguments: Any) -> list[A
     for future in waiting:
         results += future.result()
     return results
+
+
+_prepared: set[tuple[Any, ...]] = set()
+
+
+def _prepare(loop: Callable[..., Any], *arguments: Any) -> None:
+    types = (loop, *(a.dtype for a in arguments if isinstance(a, np.ndarray)))
+    if types not in _prepared:
+        numba_cache.prepare(loop, 0, 0, *arguments)
+        _prepared.add(types)
 
 
 @lru_cache(maxsize=4)
