@@ -190,15 +190,15 @@ class Exchange:
                 self.layout.values(payload, index).copy_(part)
                 continue
             state = self.expected.get(segment.name)
-            e = torch.zeros(part.shape) if state is None else state.dense()
-            h = reference.compensate(part, e, scale)
+            e = None if state is None else state.dense()
+            h = part.float() if e is None else reference.compensate(part, e, scale)
             alone = single_segment(self.config, segment.numel)
             sent = reference.compress(h, self.config)
             self.layout.codes(payload, index).copy_(alone.codes(sent, 0))
             # As bits: copying bfloat16 may change which NaN it is.
             steps = alone.steps(sent, 0).view(torch.int16)
             self.layout.steps(payload, index).view(torch.int16).copy_(steps)
-            if state is not None:
+            if state is not None and e is not None:
                 state.load_dense(reference.update_residual(e, h, self.config, scale))
             for block in h.split(self.config.block_size, dim=1):
                 good = block.isfinite().all(1)

@@ -85,8 +85,8 @@ def compress_kernel(  # noqa: PLR0915
             kept = exists & (residual_start >= 0)
             kept_mask = mask & (residual_start >= 0)
             e_low, e_high = load_residual(old, old_steps, residual_step, kept_mask, kept, HALF)
-            low += scaled(e_low, loss_scale)
-            high += scaled(e_high, loss_scale)
+            low += scaled(e_low, loss_scale, kept_mask)
+            high += scaled(e_high, loss_scale, kept_mask)
 
         largest = largest_bits(low, high)
         good = largest < INFINITY_BITS
@@ -121,10 +121,13 @@ def compress_kernel(  # noqa: PLR0915
 
 
 @triton.jit
-def scaled(e: tl.tensor, loss_scale: tl.tensor) -> tl.tensor:
-    """``e`` in the units of the gradient; ``loss_scale`` is a pointer or None."""
+def scaled(e: tl.tensor, loss_scale: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """``e`` in the units of the gradient; ``loss_scale`` is a pointer or None.
+
+    0 where masked, also if the scale is infinite.
+    """
     if loss_scale is not None:
-        e = e * tl.load(loss_scale)
+        e = tl.where(mask, e * tl.load(loss_scale), 0.0)
     return e
 
 

@@ -383,6 +383,19 @@ def test_residual_stays_finite_under_a_run_of_overflows(backend: str, residual_d
         assert bool(exchange.residual().isfinite().all())
 
 
+@every_backend
+@pytest.mark.parametrize("residual_dtype", RESIDUAL_DTYPES)
+def test_infinite_loss_scale(backend: str, residual_dtype: str) -> None:
+    """Blocks with memory are not finite, and keep it; those without do not notice."""
+    config = LoCoConfig.from_dict({"residual_dtype": residual_dtype, "block_size": 16})
+    segments = cut_into_segments([50, 30], ["codes", "codes"])
+    unit = Exchange(backend, config, segments, 2, forgetful=["1"])
+    unit.load("0", values_of_kind("normal", (2, 50), 0))
+    payload = unit.compress(values_of_kind("normal", (2, 80), 1), torch.inf, measure=True)
+    output = unit.reduce(payload, 1.0)
+    assert bool(output[:50].isnan().all()) and bool(output[50:].isfinite().all())
+
+
 @every_quick_backend
 @settings(max_examples=20)
 @given(config=configs(scale="block"), seed=seeds, exponent=st.integers(-20, 20))
