@@ -130,22 +130,6 @@ def test_strided_tensors_are_refused(view: Any) -> None:
         kernels.compress(shifted, table, expected.t(), no_stats())
 
 
-def test_threads_change_no_bit() -> None:
-    """One to three threads, over sizes at which the work is shared."""
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            residuals = ResidualBuffer(CONFIG, 2, {"": 1_000_001}, CPU)
-            x = values_of_kind("normal", (2, 1_000_001), 0)
-            results.append([*call(x, residuals), *call(x, residuals), residuals.data])
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
 # Choosing a backend
 
 
