@@ -3,7 +3,8 @@
 ``python scripts/bench_kernels.py`` measures 64 Ki to 256 Mi elements, ``--quick`` only 16 Mi.
 Backends are those that work here: plain PyTorch in pieces (eager), loops compiled for the CPU
 (compiled), Triton on an NVIDIA GPU (triton). Each is called in turn with ``copy_`` of the same
-tensor, and with unfused PyTorch operations; times are medians of warm calls.
+tensor, and with unfused PyTorch operations; times are medians of warm calls. ``--torch-compile``
+adds what PyTorch's compiler makes of the operations on the CPU, which is not one of the backends.
 
 Compress: a gradient ``[4, elements / 4]`` with int8 residual, 4 bits, blocks of 128. Reduce: four
 such rows, decoded and summed to ``elements`` outputs. ``share_of_copy_bandwidth`` counts the bytes
@@ -19,9 +20,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -31,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from gpu import torch_compile
 from gpu.measure import (
     FAST_NAMES,
     MI,
@@ -65,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("TRITON_INTERPRET=1: unset it, else Triton's interpreter is measured.")
     sizes, seconds = (QUICK_SIZES, QUICK_SECONDS) if options.quick else (SIZES, SECONDS)
-    rows = list(rows_of(sizes, seconds, options.threads or [torch.get_num_threads()]))
+    for path in filter(None, (options.out, options.png)):
+        _require_writable(path)  # now, not after minutes of measuring
+    others = {"torch.compile": torch_compile} if options.torch_compile else {}
+    threads = options.threads or [torch.get_num_threads()]
+    rows = list(rows_of(sizes, seconds, threads, others))
     if options.out is not None:
         options.out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
     if options.png is not None:
@@ -85,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_counts, metavar="N,N", help="of the CPU, such as 1,2; else torch's")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON lines")
     add("--png", type=Path, metavar="FILE", help="draw the share of the copy bandwidth")
+    add("--torch-compile", action="store_true", help="measure torch.compile on the CPU too")
     add("--aot", action="store_true", help="instead: registers and access widths on GPUs")
     return parser
 
@@ -96,8 +104,20 @@ def _counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def rows_of(sizes: list[int], seconds: float, threads: list[int]) -> Iterator[Measurement]:
-    """All measurements: on the CPU with each number of threads, and on the GPU if there is one."""
+def _require_writable(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def rows_of(
+    sizes: list[int], seconds: float, threads: list[int], others: Mapping[str, Any]
+) -> Iterator[Measurement]:
+    """All measurements: on the CPU with each number of threads, and on the GPU if there is one.
+
+    ``others``: what is measured on the CPU beside the backends, name -> module.
+    """
     plans = [(torch.device("cpu"), count) for count in threads]
     if torch.cuda.is_available():
         plans.append((torch.device("cuda", torch.cuda.current_device()), threads[0]))
@@ -108,7 +128,7 @@ def rows_of(sizes: list[int], seconds: float, threads: list[int]) -> Iterator[Me
             yield from first_uses(device, count)
         title = f"{device.type}, {count} threads"
         for problem in tqdm(problems(device, sizes), title, unit="problem", leave=False):
-            yield from measure(problem, seconds)
+            yield from measure(problem, seconds, others if device.type == "cpu" else {})
         if device.type == "cuda":
             yield host_call(device)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,12 +75,16 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(problem: Problem, budget_seconds: float) -> Iterator[Measurement]:
+def measure(
+    problem: Problem, budget_seconds: float, others: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Measurement]:
     """Time every backend, its copy beside it; about ``budget_seconds`` for each contender.
+
+    ``others``: name -> module of contenders that are not backends, such as ``torch_compile``.
 
     On a CPU small tensors stay in the cache, those of the copy too; on a GPU nothing does.
     """
-    device, modules = problem.device, backends(problem.device)
+    device, modules = problem.device, backends(problem.device) | dict(others)
     buffers = Buffers(problem)
     calls = {"copy": buffers.copy_call()}
     calls |= {name: buffers.backend_call(module) for name, module in modules.items()}

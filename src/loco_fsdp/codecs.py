@@ -108,8 +108,9 @@ def signed_extreme(h: Tensor) -> Tensor:
 
     ``h``: float32 ``[..., B]``; returns ``[...]``. NaN if the block holds a NaN.
     """
-    if h.device.type == "cpu":
-        # On CPU argmax takes ten times as long as amax, and only its tie rule is needed.
+    if h.device.type == "cpu" and not torch.compiler.is_compiling():
+        # On CPU argmax takes ten times as long as amax, and only its tie rule is needed. (In a
+        # graph of torch.compile nothing may depend on what the values are.)
         high, low = h.amax(-1), h.amin(-1)
         if not ((high == -low) & (high != 0)).any():
             return torch.where(high > -low, high, low)
