@@ -58,6 +58,19 @@ class Chain(nn.Module):
         return x
 
 
+class TwoLayers(nn.Module):
+    """Split over the ranks of a tensor-parallel group: by columns, then by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.relu(self.up(x))).square().sum()
+        return result
+
+
 def shard(module: nn.Module, **settings: Any) -> Any:
     """Call ``fully_shard``; what returns is the module, and an ``FSDPModule`` as well."""
     return fully_shard(module, **settings)

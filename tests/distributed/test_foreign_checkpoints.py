@@ -234,6 +234,26 @@ def test_without_feedback(ranks: RankPool) -> None:
         assert len(messages) == 1 and "no residual" in messages[0]
 
 
+def after_training() -> Any:
+    """States that lack some residuals, into a job that has trained on: nothing of it stays."""
+    model, optimizer = net(config=TINY)
+    train(model, optimizer, range(2))
+    state, steps = copy.deepcopy(optimizer.loco.state_dict()), optimizer.loco.steps
+    name = min(state)
+    found = []
+    for loaded in (state, {**state, name: {}}, {name: state[name]}, {}):
+        train(model, optimizer, range(2, 4))
+        assert all(value.any() for value in residuals(optimizer.loco).values())
+        optimizer.loco.load_state_dict(loaded)
+        kept = {key for key, value in residuals(optimizer.loco).items() if value.any()}
+        found.append((kept == {key for key in loaded if loaded[key]}, optimizer.loco.steps))
+    return found == [(True, steps), (True, steps), (True, steps), (True, 0)]
+
+
+def test_into_a_job_that_has_trained(ranks: RankPool) -> None:
+    assert ranks.run(after_training, 2) == [True, True]
+
+
 def now_skipped() -> list[str]:
     model, optimizer = net(OPTIMIZERS["adamw"], TINY)
     train(model, optimizer, range(3))

@@ -19,6 +19,7 @@ from distributed.models import (
     Chain,
     Definition,
     Probe,
+    TwoLayers,
     full_gradients,
     gradient,
     gradients,
@@ -215,19 +216,6 @@ def defer_the_all_reduce() -> None:
 def test_deferred_all_reduce(ranks: RankPool) -> None:
     """Field case 27: earlier micro-batches are in the all-reduce; both calls moved the residual."""
     ranks.run(defer_the_all_reduce, 4)
-
-
-class TwoLayers(nn.Module):
-    """Split over the ranks of a tensor-parallel group: by columns, then by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(torch.relu(self.up(x))).square().sum()
-        return result
 
 
 def shard_beside_tensor_parallel() -> None:
